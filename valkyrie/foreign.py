@@ -60,7 +60,7 @@ def opened(file: str | os.PathLike, largest: int | None = None) -> io.BufferedRe
 
 
 def content(file: str | os.PathLike, largest: int = LARGEST_FILE) -> bytes:
-  """The bytes that a regular file has when it is opened; the errors are those of `opened`."""
+  """The bytes that a regular file has when it is opened; raises as `opened`."""
   with opened(file, largest) as stream:
     return stream.read(os.fstat(stream.fileno()).st_size or _SYSTEM_FILE)
 

@@ -413,7 +413,7 @@ def test_a_resume_with_other_rows_and_then_with_other_chunks(base, train_run, tm
   train_run(run, *more, allow_changed=('rows',))
   said = capsys.readouterr().err
   assert 'changed since the checkpoint: rows: was 8, is 4' in said
-  assert 'dealt over 4 rows anew, instead of 8, and carries begin empty: ' in said
+  assert 'now dealt over 4 rows instead of 8, and carries begin empty: ' in said
   whole = tiny_run.metrics(run)
   assert [whole[step]['tokens'] for step in (3, 4)] == [tokens * 5 // 4, tokens * 6 // 4]
 

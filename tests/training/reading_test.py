@@ -100,7 +100,7 @@ def test_the_tokens_that_are_read_again_are_named(feed):
   again = sum(16 * step % length for length in rows)
   assert 0 < again < TOKENS
   assert reading.change(step) == (
-    'the documents are dealt over 2 rows anew, instead of 4, and carries begin empty: '
+    'the documents are now dealt over 2 rows instead of 4, and carries begin empty: '
     f'{again:,} tokens of the unfinished epoch are read again'
   )
   assert reading.change(step + 1) is None  # said once

@@ -124,7 +124,7 @@ class BucketSteps:
     return sorted(content['steps'])
 
   def _with_manifest(self) -> set[int]:
-    """The steps of which a manifest is there."""
+    """The steps that have a manifest."""
     steps = set()
     for name in self._bucket.objects(f'{FOLDER}/'):
       _, _, rest = name.partition('/')

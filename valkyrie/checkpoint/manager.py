@@ -146,8 +146,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
   def make_room(self) -> None:
     """Deletes what `Checkpoints` no longer keeps if the disk was full; before anything is written.
 
-    The caller has made sure that this run continues that of the steps. Raises a StorageError if
-    there is still no room.
+    The caller has made sure that this run continues the run that saved the steps. Raises a
+    StorageError if there is still no room.
     """
     if all(processes.exchange('room', self._has_room)):
       return

@@ -218,7 +218,7 @@ def _seal(text: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _named(file: pathlib.Path) -> Iterator[None]:
-  """Adds the name of a file to an OSError inside that has none, as that of a read."""
+  """Adds the name of a file to an OSError inside that has none, for instance from a read."""
   try:
     yield
   except OSError as error:

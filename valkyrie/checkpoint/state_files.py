@@ -176,7 +176,7 @@ class StateFiles:
 
 
 def _of_model_or_asked(modules: Mapping[str, Any], asked: Any) -> dict[str, Any]:
-  """The modules of the model, and those of terms of the objective that a target asks for."""
+  """The modules of the model, and of the terms of the objective that a target asks for."""
   return {name: leaves for name, leaves in modules.items() if name in asked or is_of_model(name)}
 
 

@@ -46,7 +46,7 @@ def operative_configuration_text() -> str:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-  """The data of config.json with a digest of them, which any change breaks."""
+  """The data of config.json with their digest, which no longer fits after any change."""
   fields = {name: value for name, value in data.items() if name != _DIGEST}
   text = json.dumps(fields, sort_keys=True)
   return {**fields, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}

@@ -63,7 +63,7 @@ class _Reach:
   """The parts that the references of some statements build, and under which scopes."""
 
   def __init__(self, statements: Sequence[parse.Statement]):
-    # {selector of a part: the parts that its bindings refer to}; '' holds those of macros.
+    # {selector of a part: the parts that its bindings refer to}; '' has the parts of macros.
     self._edges: dict[str, set[_Built]] = {}
     # {selector of a part: the names of the references to it}
     self._names: dict[str, set[str]] = {}
@@ -75,7 +75,7 @@ class _Reach:
     self._built = self._under_scopes()
 
   def _add(self, statement: parse.Statement, macros: Mapping[str, parse.Statement]) -> None:
-    """Adds the references of a binding, and those of the macros in its value."""
+    """Adds the references of a binding and of the macros in its value."""
     holder = ''
     if not statement.is_macro:
       holder = find(statement.parsed.selector).selector

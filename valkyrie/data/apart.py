@@ -1,7 +1,7 @@
 """Folders of output, which lie apart from the texts that are read.
 
-Folders are compared by what the system knows of them, so that links, `..` and second mounts of a
-folder change nothing.
+Folders are compared by their identity in the file system, so that links, `..` and second mounts of
+a folder change nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -83,7 +83,7 @@ def _values(batch: pa.RecordBatch) -> list[Row]:
     return batch.to_pylist()
   except (pa.ArrowException, MemoryError):
     raise
-  except Exception as error:  # any conversion may fail, such as that of a date or a time zone
+  except Exception as error:  # any conversion may fail, for instance of a date
     kinds = ', '.join(f'{field.name} of {field.type}' for field in batch.schema)
     raise ValueError(f'Python cannot hold a value of its columns {kinds}: {error}') from error
 

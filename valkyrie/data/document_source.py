@@ -298,7 +298,7 @@ class GeneratedSource(DocumentSource):
     return problems
 
   def _sample(self, split: str) -> str:
-    """A hash of some problems, which tells whether the code generates those of a store."""
+    """A hash of some problems, which tells whether the code generates the problems of a store."""
     count, _ = self._problems[split]
     digest = hashlib.blake2b(digest_size=16)
     numbers = np.linspace(0, count - 1, _SAMPLED).astype(int)
@@ -329,7 +329,7 @@ def module_hash(task: str) -> str | None:
 def check_generated(
   path: pathlib.Path, recorded: Mapping[str, Any], selection: Selection, rebuild: str
 ) -> None:
-  """Raises a DataError if a task generates other problems now than those of a store.
+  """Raises a DataError if a task no longer generates the problems of a store.
 
   A user's module, which may take seconds to load, is run only if its file has changed.
   """

@@ -349,7 +349,7 @@ def prefetch(
 
 
 def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[int] | None) -> Batch:
-  """Reads a batch; raises a DataError for other arrays than those of `types.Batch`.
+  """Reads a batch; raises a DataError if its arrays are not as `types.Batch` says.
 
   This includes a token to learn in padding, which mixers do not read.
   """

@@ -1,4 +1,4 @@
-"""File systems: this machine's, and those of buckets, which pyarrow reads."""
+"""File systems: of this machine, and of buckets, which pyarrow reads."""
 
 from collections.abc import Iterator
 import contextlib

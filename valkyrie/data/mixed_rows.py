@@ -52,7 +52,7 @@ class _Stage(NamedTuple):
 class _Window(NamedTuple):
   """The units of one source with times in an interval, [units].
 
-  before: tokens and units of the source before the first of them, int64 [2].
+  before: tokens and units of the source before the first of these units, int64 [2].
   """
 
   times: np.ndarray

@@ -3,8 +3,8 @@
     python -m valkyrie.data.own_text LOCATION --gin_file=gin/words_cpu.gin [--gin.NAME=VALUE ...]
 
 prints the flags of `valkyrie.main` that make this run read the text, a line each, and says in words
-how it is read. Documents stay whole, so that a model is judged by what it remembers of them, unless
-there are too few for the rows of a batch.
+how it is read. Documents stay whole, so that a model is judged by what it remembers from their
+beginnings, unless there are too few for the rows of a batch.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from valkyrie.errors import ValkyrieError, message_of
 
 _DOCUMENTS_PER_ROW = 2  # at least
 _SMALLEST_CUT = 16  # bytes: shorter pieces teach nothing
-# (bytes of the files, from which on this share validates): the validation of a large text takes
-# seconds, and that of a small one has enough targets.
+# (bytes of the files, from which on this share validates): a large text is validated in seconds,
+# and a small one has enough targets.
 _SMALLEST_SHARE = 0.001
 _LARGEST_SHARE = 0.1
 _SHARES = ((200_000_000, _SMALLEST_SHARE), (20_000_000, 0.01))

@@ -72,8 +72,8 @@ class SourceFiles:
     Args:
       location: a file, a folder or a pattern; or several files.
       formats: the suffixes of files that a folder is read for.
-      split: which files are in `files`. None: all. 'train': those that are not of another split by
-        their names. 'validation': those of the validation split, or all where no name tells one.
+      split: which files are in `files`. None: all. 'train': all whose names tell no other split.
+        'validation': the files of the validation split, or all if no name tells a split.
     """
     self.location = location
     self.formats = tuple(formats)
@@ -201,7 +201,7 @@ class SourceFiles:
       if first is not file and both_are_rows:
         self.notes.append(
           f'{self.name(file)} and {self.name(first)} differ only in their format, and both are '
-          'read. If they have the same texts, name one of them by a pattern.'
+          'read. If they have the same texts, name only one, by a pattern.'
         )
     if copies:
       pairs = [f'{self.name(copy)} is {self.name(first)}' for copy, first in copies.items()]

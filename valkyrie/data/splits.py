@@ -1,7 +1,7 @@
 """Splits that the names of files tell, such as train-00000-of-00002.parquet beside test.jsonl.
 
-The words are those of Hugging Face's `datasets`: train, training; validation, valid, val, dev;
-test, testing, eval, evaluation. The words of a name are separated by `-`, `.`, `_`, spaces and
+Hugging Face's `datasets` has the same words: train, training; validation, valid, val, dev; test,
+testing, eval, evaluation. The words of a name are separated by `-`, `.`, `_`, spaces and
 digits; upper case does not matter. So contest.txt and latest.jsonl have no such word. `datasets`
 takes such a word at any place of a name. Folders of ordinary texts have names like libfoo-dev and
 testing.md, so here a word is a split

@@ -27,7 +27,7 @@ _NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_
 
 
 class ArrayFile:
-  """An array in a .npy file, of which slices along its first axis are read.
+  """An array in a .npy file, which is read in slices along its first axis.
 
   Attributes:
     length: rows, the size of the first axis.
@@ -93,7 +93,7 @@ class ArrayFile:
       version = np.lib.format.read_magic(stream)
       shape, in_columns, dtype = _NPY[version](stream)
       if in_columns and len(shape) > 1:
-        raise ValueError('its order is that of Fortran')
+        raise ValueError('it is in Fortran order, expected C order')
     except OSError:
       raise
     except Exception as error:
@@ -144,7 +144,7 @@ def _opened(file: ArrayFile) -> _OpenFile:
 
 
 def load(path: pathlib.Path, dtype: np.dtype | type, shape: tuple[int | None, ...]) -> np.ndarray:
-  """A whole array; the errors are those of `ArrayFile`."""
+  """A whole array; raises as `ArrayFile`."""
   file = ArrayFile(path, np.dtype(dtype), shape)
   return file.read(0, file.length)
 

@@ -169,7 +169,7 @@ class TokenStore:
       prompts.append(shard_prompts)
       later_prompts.append(first_token + turns)
 
-    # Numbers of the documents that are not duplicates; None where all of them stay.
+    # Numbers of the documents that are not duplicates; None if all stay.
     self._numbers = self._read_kept()
     kept = slice(None) if self._numbers is None else self._numbers
     self._starts = np.concatenate(starts)[kept]

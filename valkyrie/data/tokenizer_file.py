@@ -42,7 +42,7 @@ def check(content: bytes) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-  """The steps of a part, with those of sequences inside it."""
+  """The steps of a part, also inside its sequences."""
   if part is None:
     return
   inner_parts: list[Any] = []

@@ -31,7 +31,7 @@ class Document(NamedTuple):
 
   Carries are kept after 1, 2, 4, 8, ... chunks, as many before the last whole one, and after it:
   about 2 log2 of their number. To reuse the first p of N tokens, which another document shares, at
-  most p / 2 of them are read again, or N - p and a chunk. The chunks are the same as if the other
+  most p / 2 tokens are read again, or N - p and a chunk. The chunks are the same as if the other
   document were read from its start.
   """
 

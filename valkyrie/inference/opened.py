@@ -36,7 +36,7 @@ def open_run(
 
   Args:
     model_dir, step: name the checkpoint, see `weights.restored`.
-    configuration: the one under which the model is traced; None for that of the process.
+    configuration: the model is traced under it; None means the configuration of the process.
     model: the class of the model.
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
     chunk_size: the largest number of tokens of a row that are read at once.

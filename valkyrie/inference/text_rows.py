@@ -74,7 +74,7 @@ class TextRows:
     Args:
       carry: one row for all texts, or one for each; None is an empty one.
       texts: the number of texts.
-      numbers: of the texts that are read now; None is all of them.
+      numbers: the numbers of the texts that are read now; None means all.
     """
     numbers = range(texts) if numbers is None else numbers
     if carry is None:

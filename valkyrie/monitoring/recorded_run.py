@@ -16,7 +16,7 @@ from valkyrie.monitoring.pictures import can_be_drawn
 
 # What training until a line has cost: (field, its unit).
 COSTS = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
-# The bindings that say which texts a run reads; those of one split are in its scope.
+# The bindings that say which texts a run reads; the scope of a binding may name a split.
 _TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
 Line = dict[str, Any]
 

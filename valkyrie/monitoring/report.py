@@ -28,8 +28,8 @@ _COLUMNS = (
 def model_info(parameters: Any, axes: Any, counts: Any) -> str:
   """The text of model_info.txt: totals and a table of all parameters, with shardings of one mesh.
 
-  `axes` are the logical axes of each parameter, and `counts` those of `Model.counts`, in the same
-  structure.
+  `axes` are the logical axes of each parameter, and `counts` the numbers of `Model.counts`, in the
+  same structure.
   """
   rows: list[tuple[str, ...]] = [_COLUMNS]
   held = 0  # elements, with padding

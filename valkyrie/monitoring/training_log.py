@@ -118,7 +118,7 @@ class TrainingLog:
 
   @contextlib.contextmanager
   def untimed(self) -> Iterator[None]:
-    """Leaves the time inside, also that of steps, out of the speed; waits for the steps before."""
+    """Leaves the time inside, with any steps, out of the speed; waits for the steps before."""
     jax.block_until_ready((self._steps, self._running))
     ran = self._since is not None
     self.clock(runs=False)

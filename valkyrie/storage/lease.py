@@ -159,7 +159,7 @@ def _refusal(holding: str, run: Any, process: int | None) -> ValkyrieError:
 
 
 def _is_shared(file: BinaryIO) -> bool:
-  """Whether the locks of a file are shared ones: trainers take none of them."""
+  """Whether the locks of a file are shared ones, which no trainer takes."""
   is_shared = locks.attempt(file, shared=True) is True
   if is_shared:
     locks.free(file)

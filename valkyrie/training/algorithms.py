@@ -2,9 +2,9 @@
 
 An algorithm may treat all numbers alike (Adam), or act on each parameter as a whole: norms and
 trust ratios (LAMB), factored moments (Adafactor), orthogonal directions (Muon). Such an algorithm
-must see each layer of a stack by itself. The steps of most algorithms are the learning rate times
-something that does not depend on it; those of others are not (LARS keeps steps of earlier rates,
-MADGRAD sums squares that have the rate). A trial on small arrays tells which kind it is.
+must see each layer of a stack by itself. The steps of most algorithms are proportional to the
+learning rate. Others are not: LARS keeps steps of earlier rates, and MADGRAD sums squares that
+contain the rate. A trial on small arrays tells which kind it is.
 """
 
 from collections.abc import Callable

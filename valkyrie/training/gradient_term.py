@@ -90,6 +90,6 @@ def gradient_term(terms: Terms) -> GradientTerm | None:
     names = ', '.join(term.name for term in found)
     raise ConfigurationError(
       f'StepSettings.objective has several terms that compute the gradient of a step: '
-      f'{names}. Keep one of them.'
+      f'{names}. Keep one, and remove the others.'
     )
   return found[0] if found else None

@@ -1,8 +1,8 @@
 """Tokens of each step of a run, also after a resume with other rows or other chunks.
 
 The tokens of a step are a pure function of its number and of the stretches of the run, which a
-checkpoint records. With other rows, the documents are dealt over the rows anew; with another
-curriculum, each row is read on from where it was.
+checkpoint records. With other rows, the documents are dealt again, over the new rows; with another
+curriculum, each row continues where it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,6 +116,6 @@ class Reading:
       return f'each row is read on from its token {now.position:,}'
     (begin, feed), (end, _) = self._deals[-2:]
     return (
-      f'the documents are dealt over {now.rows} rows anew, instead of {before.rows}, and carries '
+      f'the documents are now dealt over {now.rows} rows instead of {before.rows}, and carries '
       f'begin empty: {feed.unfinished(end - begin):,} tokens of the unfinished epoch are read again'
     )

@@ -242,15 +242,16 @@ class Setup:
       for mixer in (mixer for block in blocks for mixer in block.mixers):
         if getattr(mixer, 'kernels', None):
           shape = (rows, time, about.width)
-          anew = functools.partial(dataclasses.replace, mixer)
-          yield mixer, shape, functools.partial(kernels.results, anew, shape, about.compute_dtype)
+          rebuild = functools.partial(dataclasses.replace, mixer)
+          results = functools.partial(kernels.results, rebuild, shape, about.compute_dtype)
+          yield mixer, shape, results
 
   def check_kernels(self, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
     """The tokens of pieces on which kernels agree with the plain forms, see `Ambient.kernels`.
 
     The norm of a difference may be `bound`, four units in the last place of bfloat16, to which TPUs
-    round what they multiply. Of a required kernel, a misfit is a Disagreement, and where there is
-    none, a ConfigurationError.
+    round what they multiply. If a kernel is required, raises a Disagreement
+    if the results differ, and a ConfigurationError if there is no kernel.
     """
     agreed = set()
     failed = set()

@@ -43,7 +43,7 @@ def with_first_carry(
 
 
 def _are_of_same_weights(tensors: Mapping[str, Tensor], params: Params) -> bool:
-  """Whether the last norm of a source is that of the parameters."""
+  """Whether a source and the parameters have the same last norm."""
   scale = params['model/final_norm']['scale']
   tensor = tensors.get('final_norm.scale')
   if tensor is None or tensor.shape != scale.shape:

@@ -321,8 +321,8 @@ def renamed(tensors: Mapping[str, Any], names: Mapping[str, str] = OURS) -> dict
       is_matrix = len(tensor.shape) == 2
     if name_here in found:
       raise ConfigurationError(
-        f'Two tensors of the source have the name {name_here!r:.80}, one of them as {name!r:.80}. '
-        'Remove the one that does not count.'
+        f'Two tensors of the source become {name_here!r:.80}; the second one has the name '
+        f'{name!r:.80} there. Remove the tensor that does not count.'
       )
     found[name_here] = tensor.T if is_matrix else tensor
   return found

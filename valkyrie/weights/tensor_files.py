@@ -1,4 +1,4 @@
-"""Files of tensors, of any origin: safetensors, and folders and indexes that name several of them.
+"""Files of tensors from any program: safetensors, and folders and indexes that name several files.
 
 A file begins with 8 bytes, the length of a JSON header, which gives each tensor a dtype, a shape
 and a range of the bytes that follow (https://huggingface.co/docs/safetensors). Tensors are read
@@ -143,7 +143,7 @@ class _Entry(NamedTuple):
 
 
 def _state(file: Any) -> tuple[int, int]:
-  """The size and the time of a file: one of them changes when it is written."""
+  """The size and the time of a file: at least one changes when it is written."""
   status = os.fstat(file.fileno())
   return status.st_size, status.st_mtime_ns
 
@@ -233,7 +233,7 @@ def in_files(path: pathlib.Path) -> Found:
 
   With an index, the file that it names for a tensor counts. In a folder the model's own index,
   `model.safetensors.index.json`, comes before any other one. Without an index all files are read,
-  and a name in two of them is refused.
+  and a name in two files is refused.
 
   Raises:
     ConfigurationError: there is no such file, or it is not clear which one is meant.
@@ -386,7 +386,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _object(content: bytes) -> dict[str, Any]:
-  """A JSON object without a repeated field, of which only the last would count."""
+  """A JSON object; refuses repeated fields, since only the last one would count."""
   found = foreign.json_object(content)
   json.loads(content, object_pairs_hook=_check_once)
   return found

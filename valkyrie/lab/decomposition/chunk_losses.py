@@ -1,4 +1,4 @@
-"""The losses of a decomposition in one chunk, and terms that compute a part of them."""
+"""The losses of a decomposition in one chunk, and terms that compute only some losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
