@@ -340,7 +340,7 @@ def test_files_of_others_stay(common, tmp_path, capsys):
   statements.write_text('of a user')
   mine = '--candidate=mine: S5.horizon = 9.0; seed = 3'
   assert compare.main([*common, mine, '--tokens=64']) == 74
-  assert f'{report} is there, but no trial' in capsys.readouterr().err
+  assert f'{report} exists, but' in capsys.readouterr().err
   assert report.read_text() == statements.read_text() == 'of a user'
   report.rename(tmp_path / 'moved.md')  # the advice
   assert compare.main([*common, mine, '--tokens=64']) == 78  # it sets the seed
