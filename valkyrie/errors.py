@@ -59,7 +59,7 @@ def message_of(error: ValkyrieError) -> str:
 
 
 def notes_of(error: BaseException) -> list[str]:
-  """The notes of an error, without that of jax about a traceback, which is not shown."""
+  """The notes of an error, without jax's note about a traceback, which is not shown."""
   notes = getattr(error, '__notes__', ())
   return [note for note in notes if 'JAX_TRACEBACK_FILTERING' not in note]
 
@@ -82,13 +82,18 @@ def storage_errors(
     # A path of `held_folder.place` tells a user nothing: the message names the file.
     if file is not None and str(file) not in message and not str(file).startswith('/proc/self/fd/'):
       reason += f' ({file})'
-    raise StorageError(f'{message}: {reason}' + (f'. {advice}' if advice else '')) from error
+    text = f'{message}: {reason}'
+    if advice:
+      text += f'. {advice}'
+    raise StorageError(text) from error
 
 
 def first_of(texts: Sequence[str], most: int) -> list[str]:
   """The first of the texts, and how many more there are."""
   more = len(texts) - most
-  return [*texts[:most], f'and {more} more'] if more > 0 else [*texts]
+  if more <= 0:
+    return [*texts]
+  return [*texts[:most], f'and {more} more']
 
 
 def end_after(end: Callable[[], None], error: BaseException | None) -> None:
@@ -143,7 +148,8 @@ def usable_path(name: str, path: str) -> str:
 
   Raises a ConfigurationError if it is an address, no UTF-8, or too long for the names of its files.
   """
-  if bad := re.search('[\0\ud800-\udfff]', path):  # bytes that are not UTF-8 become the latter
+  bad = re.search('[\0\ud800-\udfff]', path)  # bytes that are not UTF-8 become the latter
+  if bad:
     advice = 'Rename the directory.'
     if sys.getfilesystemencoding() != 'utf-8':  # by the locale and PYTHONUTF8=0
       encoding = sys.getfilesystemencoding()
@@ -158,7 +164,8 @@ def usable_path(name: str, path: str) -> str:
       '--model_dir may also be in a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
     )
   path = with_home(path)
-  if (length := len(os.fsencode(os.path.abspath(path)))) > _LONGEST_PATH:
+  length = len(os.fsencode(os.path.abspath(path)))
+  if length > _LONGEST_PATH:
     raise ConfigurationError(
       f'{name} is a path of {length:,} bytes, but {_LONGEST_PATH:,} are the most that leave room '
       'for the names of the files in it. Use a shorter one, for example a symbolic link.'

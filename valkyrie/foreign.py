@@ -21,7 +21,7 @@ _PIECE = 2**24  # bytes of such a text that are read at once
 LONGEST_LINE = 2**29  # bytes: several copies of a line are in memory at once
 DEEPEST = 100  # brackets inside one another
 _LONGEST_REASON = 300  # characters of a library's text in a message
-_SYSTEM_FILE = 2**20  # bytes that are read of a file without a size, such as those in /proc
+_SYSTEM_FILE = 2**20  # bytes that are read from a file without a size, as in /proc
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}]', re.DOTALL)
 # Control characters, marks that reverse the direction of a text, line separators, half characters.
 _OBEYED = '\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff'
@@ -43,7 +43,7 @@ def opened(file: str | os.PathLike, largest: int | None = None) -> io.BufferedRe
   Nothing else is opened: a pipe could make this process wait, a device could be endless.
 
   Raises:
-    OSError: of the system, or the file is not a regular one.
+    OSError: the system refuses, or the file is not a regular one.
     ValueError: it is too large.
   """
   _check_kind(os.stat(file), file)
@@ -105,8 +105,11 @@ def shown_lines(text: str) -> str:
 
 def reason(error: BaseException) -> str:
   """What a library or the system says of an error, on one line of at most a few hundred letters."""
-  line = shown(' '.join(str(error).split()) or type(error).__name__)
-  return line if len(line) <= _LONGEST_REASON else f'{line[:_LONGEST_REASON]}...'
+  one_line = ' '.join(str(error).split())
+  text = shown(one_line or type(error).__name__)
+  if len(text) > _LONGEST_REASON:
+    text = f'{text[:_LONGEST_REASON]}...'
+  return text
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -120,7 +123,10 @@ def whole(stream: Any, check: Callable[[bytes], None] = lambda piece: None) -> b
   """
   pieces: list[bytes] = []
   size = 0
-  while piece := stream.read(_PIECE):
+  while True:
+    piece = stream.read(_PIECE)
+    if not piece:
+      break
     check(piece)
     pieces.append(piece)
     size += len(piece)
@@ -131,7 +137,10 @@ def whole(stream: Any, check: Callable[[bytes], None] = lambda piece: None) -> b
 
 def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
   """The lines of a stream, with their ends, each of at most so many bytes (or characters)."""
-  while line := stream.readline(longest + 1):
+  while True:
+    line = stream.readline(longest + 1)
+    if not line:
+      return
     if len(line) > longest:
       raise ValueError(f'a line begins with {line[:40]!r} and has more than {longest:,} bytes')
     yield line
@@ -139,16 +148,25 @@ def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
 
 def json_value(text: bytes) -> Any:
   """The value of a JSON text in which at most DEEPEST brackets are inside one another."""
-  depth = 0
-  some = text.count(b'[') + text.count(b'{') > DEEPEST
-  for mark in _STRING_OR_BRACKET.finditer(text) if some else ():
-    depth += (mark[0] in b'[{') - (mark[0] in b']}')
-    if depth > DEEPEST:
-      raise ValueError(f'it has more than {DEEPEST} brackets inside one another')
+  if text.count(b'[') + text.count(b'{') > DEEPEST:
+    _check_depth(text)
   try:
     return json.loads(text)
   except (RecursionError, MemoryError) as error:
     raise ValueError(f'it is too large ({type(error).__name__})') from None
+
+
+def _check_depth(text: bytes) -> None:
+  """Raises a ValueError if more than DEEPEST brackets are inside one another."""
+  depth = 0
+  for match in _STRING_OR_BRACKET.finditer(text):
+    mark = match[0]
+    if mark in b'[{':
+      depth += 1
+    elif mark in b']}':
+      depth -= 1
+    if depth > DEEPEST:
+      raise ValueError(f'it has more than {DEEPEST} brackets inside one another')
 
 
 def json_object(text: bytes, **kinds: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ if __name__ == '__main__' and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import atexit
 from collections.abc import Mapping, Sequence
-import contextlib
 import gc
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ import os
 import pathlib
 import sys
 import traceback
+from typing import Any
 
 from valkyrie.command_line import EXPLAIN, FLAGS_OF_MODES, RUN_MODES, parse_command_line
 from valkyrie.config.modules import CONFIGURABLE_MODULES
@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None, **kinds) -> int:
   `arguments` is the command line; None is the one of this process, which ends afterwards.
   """
   try:
-    with console.of_a_program() if arguments is None else contextlib.nullcontext():
-      run(sys.argv[1:] if arguments is None else arguments, **kinds)
+    if arguments is None:
+      with console.of_a_program():
+        run(sys.argv[1:], **kinds)
+    else:
+      run(arguments, **kinds)
     code = 0
   except (Exception, KeyboardInterrupt) as error:
     code = _explain(error)
@@ -68,12 +71,15 @@ def run(
   from valkyrie.config.explain import explained  # noqa: PLC0415
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415
 
-  directory = run_directory.opened(flags.model_dir) if flags.model_dir else None
+  directory = None
+  if flags.model_dir:
+    directory = run_directory.opened(flags.model_dir)
+  search_paths = ','.join(flags.gin_search_paths).split(',')
   statements = load_gin(
     flags.gin_file or (),
     gin_flags,
     run=None if flags.gin_file else directory,
-    search_paths=[path for paths in flags.gin_search_paths for path in paths.split(',') if path],
+    search_paths=[path for path in search_paths if path],
     allowed_imports=flags.gin_allow_import,
     modules=modules,
   )
@@ -88,22 +94,32 @@ def run(
   if flags.run_mode != 'precompile':
     from valkyrie.distributed import compilation_cache  # noqa: PLC0415, imports jax
 
-    if problem := compilation_cache.enable():
+    problem = compilation_cache.enable()
+    if problem:
       print(problem, file=sys.stderr)
   module, name = run_modes[flags.run_mode]
   function = getattr(importlib.import_module(module), name)
-  given = {'model_dir': model_dir}
-  given |= {n: getattr(flags, n) for n in FLAGS_OF_MODES if getattr(flags, n) is not None}
+  options = _options(flags)
+  check_call(function, 'model_dir', *options)
+  console.raise_interrupts()
+  with run_directory.uploaded(model_dir), held_folder.held(model_dir):
+    function(model_dir=model_dir, **options)
+
+
+def _options(flags: argparse.Namespace) -> dict[str, Any]:
+  """The arguments that the flags give the function of a run mode."""
+  options = {}
   if flags.run_mode == 'infer':
     # Only the command line may name files to read and write, not a configuration, which others may
     # have recorded.
-    given = {'prompts': None, 'messages': None, 'output': None, **given}
-    if flags.prompts is None and flags.messages is None:
-      given['prompt'] = _read_prompt(flags.prompt)
-  check_call(function, *given)
-  console.raise_interrupts()
-  with run_directory.uploaded(model_dir), held_folder.held(model_dir):
-    function(**given)
+    options = {'prompts': None, 'messages': None, 'output': None}
+  for name in FLAGS_OF_MODES:
+    value = getattr(flags, name)
+    if value is not None:
+      options[name] = value
+  if flags.run_mode == 'infer' and flags.prompts is None and flags.messages is None:
+    options['prompt'] = _read_prompt(flags.prompt)
+  return options
 
 
 def _join(flags: argparse.Namespace, model_dir: str | os.PathLike) -> None:
@@ -146,17 +162,26 @@ def _check_packages() -> None:
 
 def _read_prompt(typed: str | None) -> str:
   """The prompt from the command line, or from standard input."""
-  if typed is None and sys.stdin is None:
-    raise UsageError('Standard input is closed. Pass --prompt=TEXT.')
-  if typed is None and sys.stdin.isatty():
-    print('Type the prompt, then Ctrl-D:', file=sys.stderr)
+  place = '--prompt'
+  if typed is not None:
+    content = os.fsencode(typed)
+  else:
+    place = 'standard input'
+    content = _read_standard_input()
   try:
-    return (sys.stdin.buffer.read() if typed is None else os.fsencode(typed)).decode()
+    return content.decode()
   except UnicodeDecodeError as error:
-    place = 'standard input' if typed is None else '--prompt'
     raise UsageError(
       f'{place} is not UTF-8: {error}. Convert the text, for instance with iconv.'
     ) from None
+
+
+def _read_standard_input() -> bytes:
+  if sys.stdin is None:
+    raise UsageError('Standard input is closed. Pass --prompt=TEXT.')
+  if sys.stdin.isatty():
+    print('Type the prompt, then Ctrl-D:', file=sys.stderr)
+  return sys.stdin.buffer.read()
 
 
 def _explain(error: BaseException) -> int:
@@ -170,7 +195,8 @@ def _explain(error: BaseException) -> int:
     print('valkyrie: interrupted', file=sys.stderr)
     return 130
   traceback.print_exception(error)
-  if failure := device_error(error):
+  failure = device_error(error)
+  if failure:
     print(f'valkyrie: {failure}', file=sys.stderr)
     return failure.exit_code
   return ValkyrieError.exit_code

@@ -40,8 +40,10 @@ def start(module: str) -> list[str]:
 
   -P leaves out the current folder, which may be a stranger's, with a folder `valkyrie`.
   """
-  in_current_folder = pathlib.Path(__file__).resolve().parents[1] == pathlib.Path.cwd()
-  return [sys.executable, *([] if in_current_folder else ['-P']), '-m', module]
+  folder_of_package = pathlib.Path(__file__).resolve().parents[1]
+  if folder_of_package == pathlib.Path.cwd():
+    return [sys.executable, '-m', module]
+  return [sys.executable, '-P', '-m', module]
 
 
 @contextlib.contextmanager

@@ -50,9 +50,11 @@ def enable() -> str | None:
   directory = paths.cache() / 'compiled' / _key()
   if _is_others():
     return None
-  if (address := str(epath.Path(directory))) != str(directory):  # as jax reads it
+  address = str(epath.Path(directory))  # as jax reads it
+  if address != str(directory):
     return f'{_REFUSED} jax takes {directory} for {address}'
-  if problem := _private(paths.cache() / _PRECOMPILED) or _private(directory, is_used=True):
+  problem = _private(paths.cache() / _PRECOMPILED) or _private(directory, is_used=True)
+  if problem:
     return problem
   _jax.update('jax_compilation_cache_dir', str(directory))
   _jax.update('jax_persistent_cache_min_compile_time_secs', _LEAST_SECONDS)
@@ -67,7 +69,8 @@ def keep(
   file = paths.cache() / _PRECOMPILED / f'{_name(lowered, devices)}-cache'
   if _is_others():
     return f'{_REFUSED} the environment disables the cache or sets JAX_COMPILATION_CACHE_DIR'
-  if problem := _private(file.parent):
+  problem = _private(file.parent)
+  if problem:
     return problem
   try:
     _write(file, program, seconds)
@@ -79,10 +82,10 @@ def keep(
 def compiled(
   lowered: jax.stages.Lowered, devices: Sequence[Any]
 ) -> tuple[jax.stages.Compiled, float | None]:
-  """`lowered.compile()` for these devices, or the program that was kept of it.
+  """`lowered.compile()` for these devices, or the program that an earlier compilation kept.
 
-  The number is the seconds that a kept program took; None for others. jax keeps only the programs
-  of process 0, silently, and may name the programs of others differently.
+  The number is the seconds that a kept program took; None if it is compiled now. jax keeps only the
+  programs of process 0, silently, and may name the programs of others differently.
   """
   directory = _directory()
   process = jax.process_index()
@@ -121,7 +124,8 @@ def _keep(file: pathlib.Path, content: bytes) -> None:
 
 def seal() -> None:
   """Writes the hashes of newly compiled programs; a program without a hash is not used."""
-  if (directory := _directory()) is None:
+  directory = _directory()
+  if directory is None:
     return
   with contextlib.suppress(OSError, StorageError):  # a full disk: they are compiled again
     for program in directory.glob('*-cache'):
@@ -138,7 +142,9 @@ def _end() -> None:
 def _directory() -> pathlib.Path | None:
   """The directory that `enable` has chosen, or None."""
   directory = _jax.jax_compilation_cache_dir
-  return pathlib.Path(directory) if directory and directory.endswith(_key()) else None
+  if directory and directory.endswith(_key()):
+    return pathlib.Path(directory)
+  return None
 
 
 def _is_others() -> bool:
@@ -189,7 +195,8 @@ def _clean(directory: pathlib.Path) -> None:
   for program in programs:
     is_sealed = _is_sealed(program)
     is_others = not _hash_file(program).exists() and _time(program) >= others_since
-    total += _size(program) if is_sealed else 0
+    if is_sealed:
+      total += _size(program)
     if not is_others and not (is_sealed and total <= _MAX_BYTES):
       for file in (program, _hash_file(program)):
         owned.delete_file(file)

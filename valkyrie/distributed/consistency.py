@@ -51,14 +51,15 @@ def is_autotuned(devices: Sequence[Any]) -> bool:
 
 def fingerprints(programs: Mapping[str, Compiled]) -> dict[str, str]:
   """{name: fingerprint}; raises a ConfigurationError if two processes have different programs."""
-  found = {name: fingerprint(program) for name, program in programs.items()}
-  for process, other in enumerate(of_all := processes.exchange('executable', found)):
-    if other != of_all[0]:
+  hashes = {name: fingerprint(program) for name, program in programs.items()}
+  of_processes = processes.exchange('executable', hashes)
+  for process, other in enumerate(of_processes):
+    if other != of_processes[0]:
       raise ConfigurationError(
         f'Processes 0 and {process} have compiled different programs from the same bindings. Use '
         'the same packages, XLA_FLAGS and kind of device on all hosts.'
       )
-  return found
+  return hashes
 
 
 @may_change_on_resume()

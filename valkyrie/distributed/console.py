@@ -49,7 +49,8 @@ def of_a_program() -> Iterator[None]:
 
 def raise_interrupts() -> None:
   """Lets SIGINT raise KeyboardInterrupt in a program from now on."""
-  if (interrupts := _interrupts) is None or signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+  interrupts = _interrupts
+  if interrupts is None or signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
     return
 
   def interrupt(number: int, frame: Any) -> None:
@@ -141,8 +142,9 @@ def _drop_the_rest(stream: TextIO) -> None:
 
 def of_a_child(stream: Any) -> int | None:
   """The descriptor of a standard stream for a child process, which may wait; None inherits it."""
-  raw = stream.raw if isinstance(stream, LastingStream) else None
-  return None if raw is None else raw.waiting
+  if isinstance(stream, LastingStream) and stream.raw is not None:
+    return stream.raw.waiting
+  return None
 
 
 class _Terminal:
@@ -176,13 +178,16 @@ def standard_output(advice: str) -> Iterator[TextIO]:
     raise StorageError(f'Standard output is closed. Open it, or {advice}')
   if isinstance(stream, io.TextIOWrapper):  # not in a notebook
     stream.reconfigure(encoding='utf-8')
-  with contextlib.nullcontext() if raw is None else raw.patiently():
-    try:
-      with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
-        yield cast(TextIO, _Terminal(stream)) if stream.isatty() else stream
-        stream.flush()
-    finally:
-      _drop_the_rest(stream)
+  file = stream
+  if stream.isatty():
+    file = cast(TextIO, _Terminal(stream))
+  with contextlib.ExitStack() as stack:
+    if raw is not None:
+      stack.enter_context(raw.patiently())
+    stack.callback(_drop_the_rest, stream)
+    with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
+      yield file
+      stream.flush()
 
 
 def printed(text_of: Callable[[], str]) -> int:
@@ -212,7 +217,10 @@ def lasting_streams() -> Iterator[None]:
       yield
   finally:
     output.flush()
-    if lost := output.lost or (output.raw and output.raw.dropped and 'nobody read it'):
-      print(f'A part of standard output was lost ({lost}).', file=errors)
+    reason = output.lost
+    if not reason and output.raw and output.raw.dropped:
+      reason = 'nobody read it'
+    if reason:
+      print(f'A part of standard output was lost ({reason}).', file=errors)
     output.end()
     errors.end()

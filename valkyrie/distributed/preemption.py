@@ -107,7 +107,10 @@ class Preemption:
       self._old_unraisable(unraisable)
 
   def _watch(self) -> None:
-    while (number := os.read(self._reader, 1)[0]) not in console.STOP_SIGNALS:
+    while True:
+      number = os.read(self._reader, 1)[0]
+      if number in console.STOP_SIGNALS:
+        break
       if self._over.is_set():
         return
     name = signal.Signals(number).name

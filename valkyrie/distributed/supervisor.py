@@ -136,11 +136,14 @@ class Supervisor:
       child.wait()
       return HANG, reason
     code = child.wait()
-    code = 128 - code if code < 0 else code
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    size = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
-    killed = f' (killed, often by the kernel for its memory: it has held up to {size:.1f} GiB)'
-    return code, f'exit code {code}{killed if code == 128 + signal.SIGKILL else ""}'
+    if code < 0:  # it was ended by a signal
+      code = 128 - code
+    reason = f'exit code {code}'
+    if code == 128 + signal.SIGKILL:
+      peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+      gib = peak / 2**30 if sys.platform == 'darwin' else peak / 2**20  # from bytes, or from KiB
+      reason += f' (killed, often by the kernel for its memory: it has held up to {gib:.1f} GiB)'
+    return code, reason
 
   def _watch(self, child: subprocess.Popen, pipe: io.FileIO, status: RunStatus) -> str | None:
     """Returns None when the child has ended, or why it is considered to hang."""
@@ -154,8 +157,8 @@ class Supervisor:
     last = time.monotonic()
     while True:
       ended = child.poll() is not None
-      readable, _, _ = select.select([pipe], [], [], 0.0 if ended else 0.2)
-      if readable and (data := pipe.read(65536)):
+      data = self._read(pipe, 0.0 if ended else 0.2)
+      if data:
         *lines, rest = (rest + data).split(b'\n')
         rest = rest[-65536:]  # a heartbeat is shorter
         heard |= any([status.update(line) for line in lines])
@@ -177,9 +180,18 @@ class Supervisor:
           )
         told = True
       elif silent > limit:
-        stage = status.stage if status.step is None else f'{status.stage} {status.step}'
+        stage = status.stage
+        if status.step is not None:
+          stage += f' {status.step}'
         flag = f'--{status.stage}_seconds={limit:g}'
         return f'no heartbeat for {silent:.0f} s in {stage}: the limit is {flag}'
+
+  def _read(self, pipe: io.FileIO, seconds: float) -> bytes | None:
+    """What the pipe brings in so many seconds; empty or None without anything."""
+    readable, _, _ = select.select([pipe], [], [], seconds)
+    if not readable:
+      return None
+    return pipe.read(65536)
 
   def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
     action = 'restarting' if again else 'ending'

@@ -81,8 +81,9 @@ class UnreadStream(io.RawIOBase):
     self._unsaid += lines
 
   def _notice(self) -> bytes:
-    begin = '' if self._begins_a_line else '\n'
-    notice = f'{begin}(lines missing here, since nobody read them: {self._unsaid:,})\n'
+    notice = f'(lines missing here, since nobody read them: {self._unsaid:,})\n'
+    if not self._begins_a_line:
+      notice = f'\n{notice}'
     self._unsaid = 0
     return notice.encode()
 

@@ -41,7 +41,9 @@ def _logged(value: Any) -> float | str | None:
   if isinstance(value, str):
     text = _HALVES.sub('\ufffd', value)
     more = len(text) - _LONGEST_TEXT
-    return text if more <= 0 else f'{text[:_LONGEST_TEXT]} ... ({more:,} more characters)'
+    if more > 0:
+      text = f'{text[:_LONGEST_TEXT]} ... ({more:,} more characters)'
+    return text
   if isinstance(value, bytes | bytearray):  # float would read digits
     return None
   try:
@@ -55,4 +57,6 @@ def _logged(value: Any) -> float | str | None:
 
 def _shown(value: Any) -> str:
   text = ascii(value)
-  return text if len(text) <= 60 else f'{text[:60]}...'
+  if len(text) > 60:
+    text = f'{text[:60]}...'
+  return text

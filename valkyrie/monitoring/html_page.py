@@ -56,8 +56,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = F
 
 
 def _cell(value: Any) -> str:
+  if value is None:
+    return '<td></td>'
   if can_be_drawn(value):
-    value = Cell(f'{value:,}' if isinstance(value, int) else f'{value:,.4g}', 'number')
+    digits = ',' if isinstance(value, int) else ',.4g'
+    value = Cell(f'{value:{digits}}', 'number')
   if isinstance(value, Cell):
     return f'<td class="{value.kind}">{value.text}</td>'
-  return f'<td>{"" if value is None else html.escape(str(value))}</td>'
+  return f'<td>{html.escape(str(value))}</td>'

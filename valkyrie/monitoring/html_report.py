@@ -77,61 +77,69 @@ def sections(runs: Sequence[Run]) -> list[str]:
 
 
 def _groups(runs: Sequence[Run], belongs: Callable[[Run, Run], bool]) -> list[list[Run]]:
-  """The runs once for each group of those that can be compared with its first one.
+  """The runs once for each group of comparable runs.
 
-  The others are empty there, and keep their colors.
+  The runs of other groups are empty there, and keep their colors.
   """
   firsts: list[Run] = []
-  first_of: list[Run] = []
+  numbers: list[int] = []  # the number of each run's group
   for run in runs:
-    first = next((one for one in firsts if belongs(run, one)), run)
-    if first is run:
+    fitting = [number for number, first in enumerate(firsts) if belongs(run, first)]
+    if not fitting:
+      fitting = [len(firsts)]
       firsts.append(run)
-    first_of.append(first)
-  return [
-    [
-      run if of is first else run._replace(lines=[], evaluations=[])
-      for run, of in zip(runs, first_of, strict=True)
-    ]
-    for first in firsts
-  ]
+    numbers.append(fitting[0])
+  groups: list[list[Run]] = [[] for _ in firsts]
+  for run, number_of_run in zip(runs, numbers, strict=True):
+    empty = run._replace(lines=[], evaluations=[])
+    for number, group in enumerate(groups):
+      group.append(run if number == number_of_run else empty)
+  return groups
 
 
 def _results(runs: Sequence[Run]) -> str:
   """The last results, of validation where they exist, and how later runs differ from the first."""
-  last: list[Line] = []
-  for run in runs:
-    training = _last(run.lines)
-    validation = _last(run.evaluations)
-    known = {name: validation[name] for name in _OF_VALIDATION if name in validation}
-    for name in _SPEEDS:  # of one line, it would depend on the moment
-      speeds = [line[name] for line in run.lines if can_be_drawn(line.get(name))]
-      known[name] = statistics.median(speeds) if speeds else None
-    last.append({**training, **known})
+  results = [_last_results(run) for run in runs]
   rows: list[Sequence[Any]] = [
     ('model', *(run.about for run in runs)),
     ('version', *(run.version for run in runs)),
   ]
   for name in _RESULTS:
-    first, *others = [found.get(name) for found in last]
+    first, *others = [of_run.get(name) for of_run in results]
     if any(map(can_be_drawn, (first, *others))):
       compared = [
         _compared(name, value, first, _misfit(name, run, runs[0]))
         for value, run in zip(others, runs[1:], strict=True)
       ]
-      rows.append((f'median {name}' if name in _SPEEDS else name, first, *compared))
+      title = f'median {name}' if name in _SPEEDS else name
+      rows.append((title, first, *compared))
   return table(('', *(run.name for run in runs)), rows)
+
+
+def _last_results(run: Run) -> Line:
+  """The last results of a run: of validation where they exist, and the medians of speeds."""
+  results = dict(_last(run.lines))
+  validation = _last(run.evaluations)
+  for name in _OF_VALIDATION:
+    if name in validation:
+      results[name] = validation[name]
+  for name in _SPEEDS:  # the speed of a single line would depend on the moment
+    speeds = [line[name] for line in run.lines if can_be_drawn(line.get(name))]
+    results[name] = None
+    if speeds:
+      results[name] = statistics.median(speeds)
+  return results
 
 
 def _misfit(name: str, run: Run, first: Run) -> str:
   """Why a result of a run cannot be compared with the first run's; '' if it can."""
   if name in _OF_VALIDATION:
-    of_validation = name in _last(run.evaluations)
-    if of_validation != (name in _last(first.evaluations)):
-      return 'of training' if not of_validation else 'of validation'
-    if of_validation and not run.has_validation_text_of(first):
+    validates = name in _last(run.evaluations)
+    if validates != (name in _last(first.evaluations)):
+      return 'of validation' if validates else 'of training'
+    if validates and not run.has_validation_text_of(first):
       return 'other validation data'
-    if not of_validation and run.texts('train') != first.texts('train'):
+    if not validates and run.texts('train') != first.texts('train'):
       return 'other training data'
   if name in _OF_TOKENS and run.tokenizer != first.tokenizer:
     return 'other tokens'
@@ -145,9 +153,11 @@ def _compared(name: str, value: Any, first: Any, misfit: str) -> Any:
   if misfit:
     return Cell(f'{value:,.4g} ({misfit}, not compared)', 'number')
   change = value - first
-  side = _DIRECTION[name] * change
-  kind = 'better' if side > 0 else 'worse' if side < 0 else ''
-  return Cell(f'{value:,.4g} ({change:+,.2g}{kind and ", "}{kind})', f'number {kind}')
+  gain = _DIRECTION[name] * change
+  if gain == 0:
+    return Cell(f'{value:,.4g} ({change:+,.2g})', 'number')
+  kind = 'better' if gain > 0 else 'worse'
+  return Cell(f'{value:,.4g} ({change:+,.2g}, {kind})', f'number {kind}')
 
 
 def _phases(runs: Sequence[Run]) -> str:
@@ -158,10 +168,12 @@ def _phases(runs: Sequence[Run]) -> str:
     for line in run.lines:
       if 'phase' in line:
         phases.setdefault(line['phase'], []).append(line)
-    for phase, lines in phases.items() if len(phases) > 1 else ():
-      rows.append((run.name, phase, lines[0]['step'], lines[-1]['step'], lines[-1]['tokens']))
+    if len(phases) > 1:
+      for phase, lines in phases.items():
+        last = lines[-1]
+        rows.append((run.name, phase, lines[0]['step'], last['step'], last['tokens']))
   header = ('run', 'phase', 'first line at step', 'last line at step', 'tokens until then')
-  return '<h3>Phases</h3>\n' + table(header, rows) if rows else ''
+  return _titled_table('Phases', header, rows)
 
 
 def _refused(runs: Sequence[Run]) -> str:
@@ -171,39 +183,46 @@ def _refused(runs: Sequence[Run]) -> str:
     for line in run.refused[:50]
   ]
   header = ('run', 'step', 'reason', 'documents')
-  return '<h3>Refused steps</h3>\n' + table(header, rows) if rows else ''
+  return _titled_table('Refused steps', header, rows)
+
+
+def _titled_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  """The table below its title; '' without rows."""
+  if not rows:
+    return ''
+  return f'<h3>{title}</h3>\n{table(header, rows)}'
 
 
 def _samples(runs: Sequence[Run]) -> str:
   """The last texts that hooks logged."""
   parts = []
   for run in runs:
-    said: dict[int, list[str]] = {}
+    texts_by_step: dict[int, list[str]] = {}
     for line in run.lines:
       texts = [v for name, v in line.items() if name.startswith('hooks/') and isinstance(v, str)]
-      said |= {line['step']: texts} if texts else {}
-    for step in [*said][-_SAMPLES:]:
+      if texts:
+        texts_by_step[line['step']] = texts
+    for step in [*texts_by_step][-_SAMPLES:]:
       parts.append(f'<h4>{html.escape(run.name)}, step {step}</h4>')
-      parts += [f'<pre>{html.escape(text)}</pre>' for text in said[step]]
-  return '\n'.join(['<h3>Samples</h3>', *parts]) if parts else ''
+      parts += [f'<pre>{html.escape(text)}</pre>' for text in texts_by_step[step]]
+  if not parts:
+    return ''
+  return '\n'.join(['<h3>Samples</h3>', *parts])
 
 
 def _curves(
   runs: Sequence[Run], stream: str, metric: str, title: str, unit: str, axis: tuple[str, str]
 ) -> str:
-  """A figure of a metric of all runs that have it; of validation, its quick part."""
+  """A figure of a metric of all runs that have it; for validation, of its quick part."""
   name, words = axis
-  curves = [
-    Curve(
-      run.name,
-      [
-        (line[name], line.get(f'quick_{metric}', line[metric]))
-        for line in getattr(run, stream)
-        if can_be_drawn(line.get(metric)) and can_be_drawn(line.get(name))
-      ],
-    )
-    for run in runs
-  ]
+  curves = []
+  for run in runs:
+    points = [
+      (line[name], line.get(f'quick_{metric}', line[metric]))
+      for line in getattr(run, stream)
+      if can_be_drawn(line.get(metric)) and can_be_drawn(line.get(name))
+    ]
+    curves.append(Curve(run.name, points))
   return figure(f'{title} over {words}', words, unit, curves)
 
 

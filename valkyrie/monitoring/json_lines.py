@@ -24,17 +24,20 @@ def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
 
   Raises a StorageError if no `JsonLines` can have written a line.
   """
-  found: list[dict[str, Any]] = []
   advice = 'Restore it from a copy, or move it away.'
   with storage_errors(f'{path} cannot be read', advice, also=(ValueError,)):
-    content = foreign.content(path) if path.exists() else b''
+    if not path.exists():
+      return []
+    content = foreign.content(path)
+  objects: list[dict[str, Any]] = []
   for number, line in enumerate(content.split(b'\n')[:-1], 1):
     message = f'{path}:{number} cannot be read'
     with storage_errors(message, 'Delete this line of the file.', also=(ValueError,)):
-      found.append(foreign.json_object(line, **kinds))
-      if not all(map(_is_written, found[-1].values())):
+      values = foreign.json_object(line, **kinds)
+      if not all(map(_is_written, values.values())):
         raise ValueError('expected only texts and numbers of 64 bits')
-  return found
+      objects.append(values)
+  return objects
 
 
 def _is_written(value: Any) -> bool:
@@ -74,11 +77,12 @@ class JsonLines:
 
     Raises a StorageError if the run was lost to another trainer.
     """
-    known = {  # json writes NaN without quotes, which is no JSON
-      key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
-      for key, value in fields.items()
-    }
-    self._left += json.dumps(known, allow_nan=False).encode() + b'\n'
+    texts = {}
+    for name, value in fields.items():
+      if isinstance(value, float) and not math.isfinite(value):
+        texts[name] = json.dumps(value)  # without quotes, as json writes it, NaN is not JSON
+    line = json.dumps({**fields, **texts}, allow_nan=False)
+    self._left += line.encode() + b'\n'
     with contextlib.suppress(OSError):
       self._append_left()
 

@@ -105,9 +105,10 @@ def write_loss_by_position(
     axes.set_xlabel('position in the document, from P to 2 P - 1')
   parts[0].set_ylabel('loss, nats per token')
   parts[0].legend(labelcolor='linecolor', frameon=False)
-  suffix = f'_{name}' if name else ''
-  path = model_dir / f'loss_by_position{suffix}.png'
-  _write_png(path, canvas)
+  stem = 'loss_by_position'
+  if name:
+    stem += f'_{name}'
+  _write_png(model_dir / f'{stem}.png', canvas)
   return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
@@ -213,9 +214,11 @@ def figure(
   svg = re.sub(_NOT_OF_A_PAGE, '', content)
   svg = re.sub('|'.join(_VARIABLES), lambda color: _VARIABLES[color[0]], svg)
   title = html.escape(title)
-  unit = f', {html.escape(y_name)}' if y_name else ''
+  caption = f'<strong>{title}</strong>'
+  if y_name:
+    caption += f', {html.escape(y_name)}'
   return (
-    f'<figure>\n<figcaption><strong>{title}</strong>{unit}: at the end {", ".join(legend)}'
+    f'<figure>\n<figcaption>{caption}: at the end {", ".join(legend)}'
     f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
     f'{svg}\n</figure>'
   )

@@ -75,11 +75,14 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   advice = 'Restore it from a copy, or leave the run out.'
   file = folder / 'config.json'
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
-    content = foreign.content(file) if file.exists() else b'{"bindings": {}}'
-    config = foreign.json_object(content, bindings=dict)
+    config = {'bindings': {}}
+    if file.exists():
+      config = foreign.json_object(foreign.content(file), bindings=dict)
   file = folder / 'model_info.txt'
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
-    about = foreign.content(file).decode().partition(' in ')[0] if file.exists() else ''
+    about = ''
+    if file.exists():
+      about, _, _ = foreign.content(file).decode().partition(' in ')
   with storage_errors(f'{folder} cannot be read', advice, also=(ValueError,)):
     tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
     data = tuple(map(foreign.content, folder.glob('eval/data.json')))
@@ -95,16 +98,18 @@ def _with_costs(lines: list[Line]) -> list[Line]:
   """Lines of training with the seconds and FLOPs until then."""
   seconds = 0.0
   step = 0
-  found = []
+  with_costs = []
   for line in lines:
     numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
     seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
     step = line['step']
     speed = numbers.get('tokens_per_second_per_device')
     rate = numbers.get('tflops_per_second_per_device')
-    flops = 1e12 * rate / speed * numbers.get('tokens', 0) if speed and rate else None
-    found.append({**line, 'seconds': seconds, 'flops': flops})
-  return found
+    flops = None
+    if speed and rate:
+      flops = 1e12 * rate / speed * numbers.get('tokens', 0)
+    with_costs.append({**line, 'seconds': seconds, 'flops': flops})
+  return with_costs
 
 
 def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:

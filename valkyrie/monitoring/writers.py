@@ -70,18 +70,21 @@ def create_writers(
     say: prints what a writer has lost, by default to standard error.
     patience: seconds for which what a file system refuses is tried again.
   """
-  needed = _PACKAGES if tensorboard else ()
-  missing = [package for package in needed if importlib.util.find_spec(package) is None]
-  if missing:
-    raise ConfigurationError(
-      f'TensorBoard event files need {missing[0]}, which this Python does not have. {_WITHOUT}'
-    )
+  if tensorboard:
+    for package in _PACKAGES:
+      if importlib.util.find_spec(package) is None:
+        raise ConfigurationError(
+          f'TensorBoard event files need {package}, which this Python does not have. {_WITHOUT}'
+        )
   advice = 'Use letters, digits and dashes.'
   name = foreign_names.checked(name, 'create_writers.name', advice, ConfigurationError)
   folder = pathlib.Path(model_dir) / name
   if jax.process_index() != 0:
     return RunWriter(folder, None, (), ())
-  lines = JsonLines((pathlib.Path(model_dir) if name == 'train' else folder) / 'metrics.jsonl')
+  folder_of_lines = folder
+  if name == 'train':
+    folder_of_lines = pathlib.Path(model_dir)
+  lines = JsonLines(folder_of_lines / 'metrics.jsonl')
   outputs = [(_name_of(make), functools.partial(make, str(folder))) for make in clu_writers]
   if tensorboard:
     outputs.insert(0, ('TensorBoard', functools.partial(_tensorboard, folder, begin)))
@@ -198,15 +201,15 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
     """
     if self.lines is None:
       return
-    found = {
-      key: value if value is None or isinstance(value, str) else np.asarray(value).item()
-      for key, value in scalars.items()
-    }
+    values = {}
+    for name, value in scalars.items():
+      is_number = value is not None and not isinstance(value, str)
+      values[name] = np.asarray(value).item() if is_number else value
     for writer in self._immediate:
-      writer.write_scalars(step, found)
+      writer.write_scalars(step, values)
     known = {
       self._tag(key): value
-      for key, value in found.items()
+      for key, value in values.items()
       if value is not None and not isinstance(value, str)
     }
     self.call('write_scalars', step, known)
