@@ -216,25 +216,27 @@ def findings(
     context: the first position that is scored.
   """
   chosen = _at_best_values(outcomes, tried, context)
-  scores = {
-    name: [bits(outcome.run, context) for outcome in seeds] for name, seeds in chosen.items()
-  }
+  scores = {}
+  for name, of_candidate in chosen.items():
+    scores[name] = [bits(outcome.run, context) for outcome in of_candidate]
   names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
   runs = {}
+  amounts = {}
+  drawn = []
   for name in names:
-    of_candidate = [outcome.run for outcome in chosen[name] if outcome.run]
-    if of_candidate:
-      runs[name] = of_candidate
-  drawn = [seeds[0]._replace(name=name) for name, seeds in runs.items()]
-  amounts = {name: _mean_spent(seeds, budget) for name, seeds in runs.items()}
+    seeds = [outcome.run for outcome in chosen[name] if outcome.run]
+    if seeds:
+      runs[name] = seeds
+      amounts[name] = _mean_spent(seeds, budget)
+      drawn.append(seeds[0]._replace(name=name))
   unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
 
   blocks: list[Block] = [f'## The same {TITLES[budget].format(amount)}']
   blocks += verdict({name: scores[name] for name in names}, unit, budget, amounts)
   blocks += _missed(budget, amount, amounts)
   blocks.append(_results(names, chosen, scores, runs, unit))
-  seeds = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
-  note = f'Seeds {seeds}; {unit} of the targets of the whole validation split'
+  numbers = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
+  note = f'Seeds {numbers}; {unit} of the targets of the whole validation split'
   if context > 1:
     note += f' with {context} or more tokens before them'
   blocks.append(f'{note}.')
@@ -290,7 +292,10 @@ def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> 
   if len(columns) < 2:
     return []
   head = ['candidate', *map(', '.join, columns)]
-  rows = [[name, *(column[name] for column in columns.values())] for name in names]
+  rows = []
+  for name in names:
+    scores = [column[name] for column in columns.values()]
+    rows.append([name, *scores])
   return [f'By {over}, with the seed {tried[0].seed}:', Table(head, rows)]
 
 
@@ -304,7 +309,13 @@ def _costs(runs: Sequence[Run] | None) -> list[str]:
   flops = last_lines[0]['flops']
   teraflops = '' if flops is None else f'{flops / 1e12:,.3g}'
   parameters, _, _ = runs[0].about.partition(' parameters')
-  return [parameters, f'{tokens:,.0f}', f'{tokens / seconds:,.0f}', f'{seconds:.1f}', teraflops]
+  return [
+    parameters,
+    f'{tokens:,.0f}',
+    f'{tokens / seconds:,.0f}',
+    f'{seconds:.1f}',
+    teraflops,
+  ]
 
 
 def _mean_spent(runs: Sequence[Run], budget: str) -> float | None:

@@ -50,21 +50,29 @@ class _World:
     if self._has_objects and here:
       kind = self._random.uniform()
     if kind < 0.25 and free:
-      thing = str(self._random.choice(free))
-      self._holder[thing] = person
-      self._enter(thing, self.rooms[person][-1])
-      self._tell(person, _TAKES, f'the {thing} there')
+      self._take(person, free)
     elif kind < 0.4 and held:
-      thing = held[0]
-      del self._holder[thing]
-      self._tell(person, _DROPS, f'the {thing}')
+      self._drop(person, held[0])
     else:
-      other_rooms = [room for room in ROOMS if room != here]
-      room = str(self._random.choice(other_rooms))
-      self._enter(person, room)
-      for thing in held:
-        self._enter(thing, room)
-      self._tell(person, _MOVES, f'to the {room}')
+      self._move(person, held, here)
+
+  def _take(self, person: str, things: Sequence[str]) -> None:
+    thing = str(self._random.choice(things))
+    self._holder[thing] = person
+    self._enter(thing, self.rooms[person][-1])
+    self._tell(person, _TAKES, f'the {thing} there')
+
+  def _drop(self, person: str, thing: str) -> None:
+    del self._holder[thing]
+    self._tell(person, _DROPS, f'the {thing}')
+
+  def _move(self, person: str, held: Sequence[str], here: str | None) -> None:
+    other_rooms = [room for room in ROOMS if room != here]
+    room = str(self._random.choice(other_rooms))
+    self._enter(person, room)
+    for thing in held:
+      self._enter(thing, room)
+    self._tell(person, _MOVES, f'to the {room}')
 
   def _free_objects(self, room: str | None) -> list[str]:
     """The objects that someone in this room can take. One that was never seen may lie there."""
