@@ -226,6 +226,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check_candidates(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
   """Keeps the candidates of --only; exits with 2 if a name is unknown, invalid or given twice."""
   names = [candidate.name for candidate in flags.candidates]
+  if not names:
+    parser.error('pass --gin_file=FILE, such as gin/tiny_cpu.gin, and a --candidate for each run')
   only = flags.only.split(',') if flags.only else names
   for name in only:
     if name not in names:

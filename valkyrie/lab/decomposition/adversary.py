@@ -69,7 +69,8 @@ class Adversary(Stochastic):
       )
     if self.sets > 1 and self.scope != 'rows':
       raise ConfigurationError(
-        f"Adversary.sets={self.sets} needs Adversary.scope = 'rows', not {self.scope!r}."
+        f"Adversary.sets={self.sets} needs Adversary.scope = 'rows', not {self.scope!r}. Set this "
+        'scope, or Adversary.sets = 1.'
       )
 
   def start(self, sites: Mapping[str, Site], rows: int, tokens: int, seed: int) -> Attack:

@@ -233,7 +233,9 @@ class Blocks:
   def __post_init__(self):
     ranges.check_fields(self)
     if not self.pattern:
-      raise ConfigurationError('Blocks.pattern is empty. Name at least one block.')
+      raise ConfigurationError(
+        'Blocks.pattern is empty. Name at least one block, such as (@importance/Block,).'
+      )
 
   def _stack(self, sites: Sites) -> _Stack:
     logits = sum(site.layers * site.components for site in sites.values())

@@ -90,6 +90,7 @@ def long_context(
   settings = {'step': steps, 'samples': samples, 'seed': seed, 'text': checksum}
   results = JsonLines(folder / 'results.jsonl')
   scores = _recorded_scores(folder / 'results.jsonl', settings)
+  left_out: set[tuple[str, int]] = set()
   for name in names:
     for cell in _cells(name, lengths, depths, cuts):
       if cell in scores:
@@ -97,7 +98,9 @@ def long_context(
       try:
         scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
       except TooShortError as error:
-        print(f'{error} This length is left out.', flush=True)
+        if (name, cell.length) not in left_out:
+          print(f'{error} This length is left out.', flush=True)
+        left_out.add((name, cell.length))
         continue
       results.write({**cell._asdict(), 'score': scores[cell], **settings})
       print(f'{cell}: {scores[cell]:.1%}', flush=True)

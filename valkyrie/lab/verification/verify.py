@@ -97,7 +97,7 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
     raise Disagreement(
       f'{len(wrong)} of {len(findings)} comparisons differ by more than rounding explains. The '
       f'first: {first.check}, in {first.precision}, {first.where} by {first.deviation:.1e} of its '
-      f'size. {path} has all comparisons.'
+      f'size. {path} has all comparisons, and docs/reliability.md says what each one compares.'
     ) from failure
   if failure is not None:
     raise failure
