@@ -30,7 +30,7 @@ def check_carry(owner: str, found: Any, before: Any, model: str) -> None:
   """Raises a ConfigurationError for a carry with another tree, shape or dtype than `before`.
 
   Args:
-    owner: of the carry, such as 'The mixer S5'.
+    owner: what returned the carry, such as 'The mixer S5'.
     found: the carry that it returned.
     before: the carry that it took.
     model: where a user finds the right form, such as 'initial_carry'.

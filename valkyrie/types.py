@@ -103,8 +103,8 @@ class TaskFeed(Protocol):
   """Tokens as a pure function of the position in the rows.
 
   batch_size: B, its rows; vocabulary: the codec; vocabulary_size: ids are in [0, vocabulary_size).
-  tokens_per_byte: of the text, if defined; fingerprint: a hash of the content.
-  row_tokens: of the longest row in one epoch.
+  tokens_per_byte: tokens per byte of the text, if defined; fingerprint: a hash of the content.
+  row_tokens: the tokens of the longest row in one epoch.
   row_end: tokens after which all rows are padding; None if the feed is endless.
   longest: the largest position in a document, or in a sequence that is read as one, plus 1.
 

@@ -263,8 +263,11 @@ class StreamedRecords:
     self._check = check
     self._also = also or {}
     failed = (OSError, ValueError), DataError, f'Streaming {location} failed'
-    advice = 'If the network failed, run again to continue. Of several configurations, name one: '
-    self._errors = functools.partial(converted, *failed, f'{advice}hf://OWNER/NAME/CONFIGURATION.')
+    advice = (
+      'If the network failed, run again to continue. If it has several configurations, name one: '
+      'hf://OWNER/NAME/CONFIGURATION.'
+    )
+    self._errors = functools.partial(converted, *failed, advice)
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts. Every part streams all rows."""

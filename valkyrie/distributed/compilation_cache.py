@@ -1,6 +1,6 @@
 """Compiled programs of earlier runs, kept beside the token stores by jax's compilation cache.
 
-    CACHE/compiled/KEY/*-cache          a program; KEY stands for the processor and jaxlib
+    CACHE/compiled/KEY/*-cache          a program; KEY depends on the processor and jaxlib
     CACHE/compiled/KEY/.start.*/        empty; a process that lives, and writes programs here
     CACHE/compiled/KEY/process-*-cache  a program of a process other than 0, which jax does not keep
     CACHE/compiled/KEY/*-cache.sha256   the hash of a program

@@ -243,8 +243,9 @@ class LoadedModel:
       max_tokens: the largest number of tokens of a continuation.
       samples: continuations of each prompt.
       stop: strings, or one, before which a continuation ends; the names of special tokens, too.
-      seed, first: of the samples, and the number of the first prompt, in [0, 2**32). A continuation
-        depends on the seed and on its numbers, not on the other prompts.
+      seed: the seed of the samples.
+      first: the number of the first prompt, in [0, 2**32). A continuation depends on the seed and
+        on its numbers, not on the other prompts.
       batch_size: the number of continuations that are generated at the same time.
       sampling: such as valkyrie.Sampling(temperature=0.8, top_p=0.9); greedy by default.
 

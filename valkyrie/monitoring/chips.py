@@ -13,7 +13,7 @@ class Chip(NamedTuple):
   hbm_bytes: memory that a program can use. The runtime keeps the rest.
   link_bytes_per_second: bandwidth of one link between neighbors, in one direction.
   axes: dimensions of the network. A chip has a link to both of its neighbors along each.
-  cycles_per_second: of the clock of its cores.
+  cycles_per_second: the clock of its cores.
   peak_int8: dense int8 operations/s.
   dcn_bytes_per_second: its share of the network that joins slices, in one direction.
   """

@@ -59,14 +59,14 @@ def create_writers(
 
   Args:
     model_dir: the directory of the run.
-    name: of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any other name
-      writes both in model_dir/name/.
+    name: the name of the stream. 'train' writes model_dir/metrics.jsonl and model_dir/train/; any
+      other name writes both in model_dir/name/.
     also: called with the scalars of each step, such as `Progress.show`.
     tensorboard: write TensorBoard event files.
     clu_writers: each is called with the folder of the event files and returns a CLU MetricWriter,
       such as CLU's SummaryWriter or LoggingWriter, which receives what TensorBoard does.
-    begin: the first step that is written, if an earlier process may have written it too, and
-      TensorBoard is to drop what that one wrote; None keeps all.
+    begin: the first step that is written, if an earlier process may have written it too:
+      TensorBoard then drops the steps of the earlier process from there on. None keeps all.
     say: prints what a writer has lost, by default to standard error.
     patience: seconds for which what a file system refuses is tried again.
   """

@@ -50,13 +50,13 @@ def evaluate(
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
   Args:
-    settings: of the run, whose objective can have more to report; None for a run without.
-    last_step: of the run, at which a follower ends.
+    settings: the settings of the run, whose objective can have more to report; None without.
+    last_step: the last step of the run, at which a follower ends.
     cuts: parts of the carry, 'state' or 'all'. For each, one more evaluation resets it before every
       chunk, and writes to model_dir/eval_cut_NAME.
     name: a name for data other than the run's own validation: metrics go to model_dir/eval_NAME and
       eval_NAME_cut_CUT, the picture to loss_by_position_NAME.png.
-    step: of the checkpoint, see `weights.restored`; the mean of several needs a `name`.
+    step: the checkpoint, see `weights.restored`; the mean of several needs a `name`.
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
 

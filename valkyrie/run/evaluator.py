@@ -50,7 +50,7 @@ class Scores(NamedTuple):
   loss, weight: [_BINS], the weighted nats and the weight of the targets at the positions 2^k to
     2^(k+1) - 1 of their document; position 0, a document's first token, is never a target.
   right: the weight of the targets with the largest logit.
-  metrics: {name: (weighted values, their weight)} of the metrics of one's own.
+  metrics: {name: (weighted values, their weight)} of the user's metrics.
   terms: {name of a term: its sums}.
   """
 
@@ -232,7 +232,7 @@ class Evaluator:
     rows = self._partitioner.local_rows(self.batch_size)
 
     def scores(feed: TaskFeed) -> list[Scores]:
-      """Of the chunks of a feed, on the host."""
+      """The scores of the chunks of a feed, on the host."""
       carry = self._initial_carry()
       found = []
       for chunk in prefetch(feed, self.spans(feed, whole), rows=rows):
@@ -255,7 +255,7 @@ class Evaluator:
 
   def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
     """The metrics of the sums of each source."""
-    # Of the split, also for its quick part: a store knows the bytes of a whole text only.
+    # The ratio of the whole split, also for its quick part: a store knows only the bytes of all.
     ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()

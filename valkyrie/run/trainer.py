@@ -130,7 +130,7 @@ class Trainer:
     return metrics
 
   def should_stop(self) -> bool:
-    """Whether the run is to stop; called before each dispatch, by all processes alike."""
+    """Whether the run is to stop; called before each dispatch, by all processes."""
     heartbeat.beat(stage='step', step=self.run.step + 1)
     return self.stop.requested()
 

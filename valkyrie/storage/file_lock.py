@@ -75,7 +75,7 @@ def _waiting(file: pathlib.Path, what: str) -> str:
   if holder is None:
     return f'Waiting to {what}: another process holds {file}. This process goes on when it ends.'
   return (
-    f'Waiting to {what}: {foreign.shown(words)}, does the same. This process goes on when that one '
-    f'is finished or ends. If it is paused, resume it on {foreign.shown(holder[2])} by: kill -CONT '
-    f'{holder[1]}, or end it by: kill -KILL {holder[1]}'
+    f'Waiting to {what}: {foreign.shown(words)}, does the same. This process goes on when the '
+    f'other one is finished or ends. If it is paused, resume it on {foreign.shown(holder[2])} by: '
+    f'kill -CONT {holder[1]}, or end it by: kill -KILL {holder[1]}'
   )

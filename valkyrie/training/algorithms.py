@@ -41,7 +41,7 @@ class Nature(NamedTuple):
 _PLAIN = (optax.adam, optax.adamw, optax.lion, optax.sgd, optax.nadam, optax.nadamw)
 _LAYERS = 2
 _SHAPES = {'a': (_LAYERS, 3, 4), 'b': (_LAYERS, 4, 3)}
-# Of the steps of a trial, which are as many and as large as estimates of a distance need to grow.
+# Rates of the steps of a trial: so many, and so large, that estimates of a distance grow.
 _CHANGING = np.geomspace(2.0, 1e-3, 60)[np.random.default_rng(1).permutation(60)]
 _CONSTANT = (1e-6, 0.3)
 _SAME = 3e-3  # the iterations of Muon amplify rounding; another treatment differs by 0.06 or more

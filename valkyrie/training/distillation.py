@@ -55,13 +55,13 @@ class Distillation(Term):
     teacher: the class of the teacher, such as @teacher/LanguageModel: bindings in this scope, such
       as teacher/Block.mixers, are of the teacher, and what they lack is as in the student.
     source: the class of its weights, such as @teacher/InitialWeights.
-    weight: of the divergence.
+    weight: the weight of the divergence.
     temperature: T.
     top_k: the likeliest tokens of the teacher that are told apart, and all others are one outcome;
       None tells all apart.
     match: (kind, layer of the student, layer of the teacher), such as ('stream', 5, 5), of a kind
       in `ACTIVATIONS`; layers count from 0.
-    match_weight: of the differences of these.
+    match_weight: the weight of the differences of these values.
   """
 
   teacher: Callable[..., LanguageModel]

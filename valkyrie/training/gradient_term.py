@@ -32,9 +32,9 @@ class OnePass(Protocol):
 class StepGradient(NamedTuple):
   """The gradient of a step, and what came with it.
 
-  gradient: of the parameters that learn, float32.
-  carry: after the step.
-  sums: over the tokens of the step.
+  gradient: the gradient of the parameters that learn, float32.
+  carry: the carry after the step.
+  sums: sums over the tokens of the step.
   state: what the term keeps, as before the step if that was None.
   """
 
@@ -69,8 +69,8 @@ class GradientTerm(Term):
 
     Args:
       one_pass: reads the tokens once.
-      model: of the run, with the parameters of all terms.
-      terms: of the objective, this one included.
+      model: the run's model, with the parameters of all terms.
+      terms: the terms of the objective, this one included.
       learns: the parameters that learn.
       params: float32 or narrower, as stored.
       state: what this term keeps.

@@ -130,7 +130,7 @@ def weighted_loss(
   The loss is (loss + z_loss x squares) / total, see `WeightedSums`.
 
   Args:
-    features: of a model; targets: [B, T]; weights: [B, T] float32, without a gradient.
+    features: a model's features; targets: [B, T]; weights: [B, T] float32, without a gradient.
     vocabulary_size: V without padding.
     total: the weight of all tokens of a step, a scalar.
     in_one_pass: compute the gradient of each slice with its loss. The gradient of the unembedding,

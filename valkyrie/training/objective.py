@@ -1,6 +1,6 @@
 """The objective of training: terms that add up, each computed chunk by chunk.
 
-`StepSettings.objective` names the class of a term, or of several. A term of one's own computes a
+`StepSettings.objective` names the class of a term, or of several. A term of yours computes a
 value for each target from what the model returns, and may add parameters and carries
 (docs/objectives.md).
 """
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
   """Sums over tokens, float32: they add up over chunks, steps and hosts.
 
   loss: the weighted nats of the next tokens; None where no term of the objective predicts them.
-  weight: of the tokens.
+  weight: the weight of the tokens.
   beyond_window: weight of the tokens with more than a window of their document before them.
   terms: what the terms report, by name.
   objective: the value of an objective without a loss of tokens, times the weight; else None.
@@ -54,8 +54,8 @@ class Sums(NamedTuple):
 class Chunk(NamedTuple):
   """What a term reads of a chunk.
 
-  model, params: of the run, with the parameters that the term added.
-  features: of the model, with the `activations` that the term asks for.
+  model, params: the run's, with the parameters that the term added.
+  features: the model's, with the `activations` that the term asks for.
   batch: the tokens and their weights, [B, C].
   before: the carries before the chunk: of the model as 'model', of a term by its name.
   rng: the key of the chunk, where the model has dropout; else None.
@@ -99,9 +99,9 @@ class Term:
   """A part of the objective; a subclass overrides `values`, or `__call__` for more freedom.
 
   Attributes:
-    name: of its carry, and unique; by default the class's name.
+    name: the name of its carry, which is unique; by default the class's name.
     activations: the intermediate values of the model that it reads, see `features.ACTIVATIONS`.
-    groups: of parameters, which precede the optimizer's groups.
+    groups: groups of parameters, which precede the optimizer's groups.
   """
 
   name: ClassVar[str] = ''

@@ -37,7 +37,7 @@ class StepSettings:
   """The settings that decide the compiled train steps.
 
   Attributes:
-    seed: of the parameters and of dropout.
+    seed: the seed of the parameters and of dropout.
     batch_size: B, rows, each with a carry.
     model, partitioner, curriculum, optimizer, loss_spikes: the classes of the parts.
     objective: the class of a `training.objective.Term`, or a sequence of classes, which add up.
@@ -79,7 +79,7 @@ class Setup:
     model, partitioner, curriculum, optimizer, loss_spikes: the parts; the model has the parameters
       and carries of the objective, too.
     language_model: without those, as it is evaluated.
-    terms: of the objective.
+    terms: the terms of the objective.
     state: the shapes, dtypes and shardings of the TrainState.
   """
 

@@ -35,7 +35,7 @@ class LossSpikes:
   A spike lies more than `deviations` standard deviations above the mean of the last `window` losses
   (the rule of OLMo-core's SkipStepOptimizer); none is detected before `window` losses exist.
   Refused losses are among them, so a lasting level is accepted after about window / deviations^2
-  steps. Only the train state decides, so a resumed run decides alike.
+  steps. Only the train state decides, so a resumed run decides the same.
 
   The action 'accept' ignores spikes. 'skip' refuses the step as one with non-finite numbers.
   'rewind' also restores parameters and optimizer from the last checkpoint that was due, while the

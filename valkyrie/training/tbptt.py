@@ -59,7 +59,7 @@ def gradients(
     remat_chunks: recompute chunks in the backward pass (see `_add_recomputed`), or save their
       activations.
     keep_carries: keep the carries of all chunks that are recomputed.
-    terms: of the objective.
+    terms: the terms of the objective.
     learns: the parameters without a gradient need no memory for one.
 
   Returns:
@@ -194,7 +194,7 @@ def _add_recomputed(
 
   def segment_backwards(later, now):
     first, segment = now
-    # Of a single chunk, all but its carry is unused, and XLA drops it.
+    # Only the carry of this pass over a chunk is used; XLA removes the rest.
     _, (befores, _) = _scan(forwards, first, segment)
     return _scan(backwards, later, (befores, segment), reverse=True)
 

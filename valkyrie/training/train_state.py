@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
   carry: of every row, after the last token that it has read.
   skipped: int32, steps refused for a non-finite number or a loss spike.
   recent: the losses that `spikes` compares the next one with; None without.
-  average: of the parameters over the steps; None without.
+  average: the average of the parameters over the steps; None without.
   objective: {name: state} of the term that computes its own gradients, see `gradient_term`; None
     without one.
   """

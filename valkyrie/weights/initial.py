@@ -48,7 +48,7 @@ class InitialWeights:
       factors of a decomposition may always be new.
     any_loss: accept weights whose validation loss is as high as for guessing, as on a task that is
       new to them.
-    step: of a run: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
+    step: the step of a run: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
   """
 
   source: str

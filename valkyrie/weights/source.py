@@ -16,11 +16,11 @@ class Source(NamedTuple):
   """Tensors to load.
 
   Attributes:
-    tensors: by the names of `named_tensors`, or by their own.
+    tensors: tensors by the names of `named_tensors`, or by their own.
     vocabularies: the fingerprints of the tokenizer's files, if known.
     config: the configuration of Hugging Face, if it is a folder of theirs.
     bindings: {name: value} of the run, or of the model in an export.
-    step: of the run, if it is one.
+    step: the step, if the source is a run.
     unread: files of the folder that look like weights, and were not read.
   """
 

@@ -143,7 +143,7 @@ def _program(
   """Size, operations, communication and HBM traffic of the compiled program, per chip and step.
 
   executed_instructions, executed_flops: with loops multiplied out, and what is computed again.
-  useful_flops: of the model's matrix products, once forward and once backward.
+  useful_flops: the model's matrix products, once forward and once backward.
   collective_bytes: bytes sent, by kind.
   """
   largest = collectives.largest_in_loops(sent)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
 
-  bits: of a value, here 16.
+  bits: the bits of a value, here 16.
   minor_to_major: the dimensions in the order of the layout, the contiguous one first.
   tile: the first tile of the layout, over the most minor dimensions; () without tiles.
   space: the memory space; 0 is the device's main memory.
