@@ -111,7 +111,8 @@ class TokenConsistency:
 
 def _hashes(rows: Sequence[int], batch: Batch) -> dict[str, str]:
   """{row: hash of the row in all leaves}; the keys are strings, as in JSON."""
-  return {
-    str(row): hashlib.sha256(b''.join(leaf[number].tobytes() for leaf in batch)).hexdigest()
-    for number, row in enumerate(rows)
-  }
+  hashes = {}
+  for number, row in enumerate(rows):
+    content = b''.join(leaf[number].tobytes() for leaf in batch)
+    hashes[str(row)] = hashlib.sha256(content).hexdigest()
+  return hashes

@@ -235,12 +235,15 @@ def _by_position(runs: Sequence[Run]) -> str:
 def _differences(runs: Sequence[Run]) -> str:
   """A table of all bindings; those that differ come first and are marked."""
   names = sorted({name for run in runs for name in run.bindings})
-  rows = [(name, *(json.dumps(run.bindings.get(name)) for run in runs)) for name in names]
-  differ = [row for row in rows if len({*row[1:]}) > 1]
-  same = [row for row in rows if len({*row[1:]}) == 1]
+  differ = []
+  same = []
+  for name in names:
+    values = [json.dumps(run.bindings.get(name)) for run in runs]
+    rows = differ if len(set(values)) > 1 else same
+    rows.append((name, *values))
   header = ('binding', *(run.name for run in runs))
   if len(runs) == 1:
-    return table(header, rows)
+    return table(header, same)
   return (
     f'<p>{len(differ)} bindings differ, {len(same)} are the same.</p>\n'
     + table(header, differ, marked=True)

@@ -22,7 +22,8 @@ class Progress:
     """Writes to `stream`, by default standard error, or, with `quiet`, only to the log file."""
     self._total_steps = total_steps
     self._stream = sys.stderr if stream is None else stream
-    self._quiet, self._is_terminal = quiet, self._stream.isatty()
+    self._quiet = quiet
+    self._is_terminal = self._stream.isatty()
     self._bar: tqdm | None = None
     self._has_said_the_end = False
     self._early = ''  # lines from before the log is opened
