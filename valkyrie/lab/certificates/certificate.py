@@ -247,7 +247,10 @@ def text(certificate: Mapping[str, Any]) -> str:
     )
   if 'estimated_instruction_seconds' in c:
     lines |= _estimate_texts(c)
-  return '\n'.join([step, *(f'  {name:<19} {value}' for name, value in lines.items())])
+  report = [step]
+  for name, value in lines.items():
+    report.append(f'  {name:<19} {value}')
+  return '\n'.join(report)
 
 
 def _memory_text(c: Mapping[str, Any]) -> str:

@@ -77,7 +77,11 @@ def bits_by_position(run: Run) -> list[tuple[int, float]]:
   ratio = 1.0
   if _knows_bytes(run) and last['bits_per_token']:
     ratio = last['bits_per_byte'] / last['bits_per_token']
-  return [(position, nats / math.log(2) * ratio) for position, nats in by_position(last)]
+  scores = []
+  for position, nats in by_position(last):
+    bits_per_token = nats / math.log(2)
+    scores.append((position, bits_per_token * ratio))
+  return scores
 
 
 def _knows_bytes(run: Run) -> bool:
@@ -276,7 +280,9 @@ def _results(
     values = chosen[name][0].values.values()
     mean = statistics.fmean(scores[name])
     mean_text = 'diverged' if math.isinf(mean) else f'{mean:.3f}'
-    range_text = f'{min(scores[name]):.3f} to {max(scores[name]):.3f}'
+    low = min(scores[name])
+    high = max(scores[name])
+    range_text = f'{low:.3f} to {high:.3f}'
     rows.append([name, *values, *_costs(runs.get(name)), mean_text, range_text])
   return Table(head, rows)
 

@@ -128,7 +128,11 @@ def _scale_steps(macros: Mapping[str, parse.Statement], steps: int) -> dict[str,
       'gin/tiny_cpu.gin.'
     )
   share = steps / counts['train_steps']
-  return {name: max(min(value, 1), round(value * share)) for name, value in counts.items()}
+  scaled = {}
+  for name, value in counts.items():
+    least = min(value, 1)
+    scaled[name] = max(least, round(value * share))
+  return scaled
 
 
 def recorded(trial: Trial) -> Run | None:

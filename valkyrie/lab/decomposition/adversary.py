@@ -125,9 +125,15 @@ class Adversary(Stochastic):
     return attack._replace(sources=jax.tree.map(move, attack.sources, gradient))
 
   def _ascend_by_adam(self, attack: Attack, step: Array, gradient: Sources) -> Attack:
+    def next_mean(m, g):
+      return _B1 * m + (1 - _B1) * g
+
+    def next_square(v, g):
+      return _B2 * v + (1 - _B2) * g * g
+
     count = attack.count + 1
-    mean = jax.tree.map(lambda m, g: _B1 * m + (1 - _B1) * g, attack.mean, gradient)
-    square = jax.tree.map(lambda v, g: _B2 * v + (1 - _B2) * g * g, attack.square, gradient)
+    mean = jax.tree.map(next_mean, attack.mean, gradient)
+    square = jax.tree.map(next_square, attack.square, gradient)
     exponent = count.astype(jnp.float32)
     warmup = jnp.minimum(1.0, (step + 1) / max(self.warmup_steps, 1))
     rate = self.rate * warmup

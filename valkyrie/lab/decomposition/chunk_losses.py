@@ -137,8 +137,9 @@ class ChunkReading:
     value = jnp.zeros(())
     for path, power in self.powers.items():
       f = lax.stop_gradient(self._arrays[FREQUENCY + path])
-      bits = jnp.log2(1 + a * f)
-      slope = bits + a * f / ((1 + a * f) * math.log(2))
+      argument = 1 + a * f
+      bits = jnp.log2(argument)
+      slope = bits + a * f / (argument * math.log(2))
       linear += jnp.sum(slope * power)
       value += jnp.sum(f * bits)
     return linear + lax.stop_gradient(value * self.weight - linear)

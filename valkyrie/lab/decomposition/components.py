@@ -246,7 +246,7 @@ class _Kept:
   """What is kept of a component: its windows, and how often each token has it active.
 
   Attributes:
-    inputs, outputs: counts of the tokens at which it is active, and of those that follow.
+    inputs, outputs: counts of the tokens at which it is active, and of the tokens that follow.
   """
 
   def __init__(self, size: int):
@@ -324,7 +324,8 @@ def _add_windows(
     if key > kept[n].least:  # which earlier candidates may have raised
       peak = int(stretch * SPAN + peaks[row, stretch, n])
       place = (chunk.source, int(row), chunk.position + peak)
-      kept[n].add(key, place, _window(batch, g[..., n], int(row), peak))
+      window = _window(batch, g[..., n], int(row), peak)
+      kept[n].add(key, place, window)
 
 
 def _window(batch: Batch, importances: np.ndarray, row: int, peak: int) -> Window:
@@ -351,7 +352,8 @@ def _telling_tokens(counts: Counter[int], base: np.ndarray) -> list[Token]:
   tokens = []
   for token, count in counts.items():
     if count >= least:
+      share = count / total
       information = float(np.log2(count * base.sum() / (total * base[token])))
       if information > _LEAST_BITS:
-        tokens.append(Token(information, count / total, token))
+        tokens.append(Token(information, share, token))
   return heapq.nlargest(_TOKENS, tokens)

@@ -90,19 +90,25 @@ class Stochastic:
     self, paths: Sequence[str], sites: Mapping[str, Site], use: int | Array, tokens: Tokens
   ) -> dict[str, Array]:
     """{path: r [L, B, T, C + 1]}; the last source is the delta's."""
-    shapes = {path: (sites[path].layers, sites[path].components + 1) for path in paths}
+    shapes = {}
+    total = 0
+    for path in paths:
+      layers = sites[path].layers
+      size = sites[path].components + 1
+      shapes[path] = (layers, size)
+      total += layers * size
     sources = {}
     if self.source is not None:
       for path, (layers, size) in shapes.items():
         constant = jnp.full((layers, *tokens.number.shape, size), self.source)
         sources[path] = constant.at[..., -1].set(0)
       return sources
-    total = sum(layers * size for layers, size in shapes.values())
     drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, total)
     begin = 0
     for path, (layers, size) in shapes.items():
       end = begin + layers * size
-      by_layer = drawn[..., begin:end].reshape(*drawn.shape[:2], layers, size)
+      shape = (*drawn.shape[:2], layers, size)
+      by_layer = drawn[..., begin:end].reshape(shape)
       sources[path] = jnp.moveaxis(by_layer, 2, 0)
       begin = end
     return sources
@@ -140,8 +146,9 @@ class Stochastic:
       masks = {}
       for path, route in routes.items():
         g = low[path]
-        r = sources_of_pass[path]
-        masks[path] = Masks(g + (1 - g) * r[..., :-1], r[..., -1], route)
+        r = sources_of_pass[path][..., :-1]
+        delta = sources_of_pass[path][..., -1]
+        masks[path] = Masks(g + (1 - g) * r, delta, route)
       yield masks
 
 

@@ -102,7 +102,9 @@ class ShownSite(NamedTuple):
 def page(title: str, sites: Sequence[ShownSite], decode: Decode) -> str:
   """The text of the page."""
   title = f'Components of {title}'
-  colors = [f'<i class="h{n}"> {n / _LEVELS:g} </i>' for n in range(1, _LEVELS + 1)]
+  colors = []
+  for level in range(1, _LEVELS + 1):
+    colors.append(f'<i class="h{level}"> {level / _LEVELS:g} </i>')
   links = []
   sections = []
   for number, site in enumerate(sites):
@@ -129,7 +131,9 @@ def _overview(sites: Sequence[ShownSite]) -> str:
 
 def _site(number: int, site: ShownSite, decode: Decode) -> str:
   size = len(site.means)
-  means = [(n + 1.0, max(float(mean), _FLOOR)) for n, mean in enumerate(site.means)]
+  means = []
+  for number_of_component, mean in enumerate(site.means, 1):
+    means.append((float(number_of_component), max(float(mean), _FLOOR)))
   threshold = [(1.0, ALIVE), (float(size), ALIVE)]
   curves = [Curve('the smallest mean', means), Curve('alive above', threshold)]
   parts = [

@@ -136,7 +136,9 @@ def _cells(
 def _chosen(suites: Sequence[str] | None, text: str | None) -> list[str]:
   """The names of the suites to run; raises a ConfigurationError."""
   if suites is None:
-    return [name for name, suite in SUITES.items() if text is not None or not suite.needs_text]
+    if text is not None:
+      return [*SUITES]
+    return [name for name, suite in SUITES.items() if not suite.needs_text]
   for name in suites:
     if name not in SUITES:
       raise ConfigurationError(

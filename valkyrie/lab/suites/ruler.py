@@ -169,7 +169,7 @@ def common_words(order: Order) -> Problem:
   else:
     example, example_question = _word_list(random, 10, often=10, seldom=3)
     text, question = _word_list(random, order.units, often=30, seldom=3)
-  answers = ' '.join(f'{number}. {word}' for number, word in enumerate(example_question.answers, 1))
+  answers = _numbered(example_question.answers)
   return Problem(f'{example}{example_question.text} {answers}\n{text}', [question])
 
 
@@ -181,7 +181,7 @@ def _word_list(
   common = words[:_COMMON]
   listed = common * often + words[_COMMON:] * seldom
   order = random.permutation(len(listed))
-  lines = ' '.join(f'{number}. {listed[place]}' for number, place in enumerate(order, 1))
+  lines = _numbered([listed[place] for place in order])
   text = (
     'Below is a numbered list of words. In these words, some appear more often than others. '
     f'Memorize the ones that appear most often.\n{lines}'
@@ -191,6 +191,11 @@ def _word_list(
     'that appear most often in the list are:'
   )
   return text, Question(question, common)
+
+
+def _numbered(words: Sequence[str]) -> str:
+  """'1. WORD 2. WORD'."""
+  return ' '.join(f'{number}. {word}' for number, word in enumerate(words, 1))
 
 
 def pairs(order: Order, count: int) -> Problem:
@@ -218,7 +223,8 @@ def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
   if kind == 'uuids':
     return [str(uuid.UUID(bytes=random.bytes(16), version=4)) for _ in range(count)]
   words = problem.words(random, 2 * count)
-  return [f'{first}-{second}' for first, second in zip(words[::2], words[1::2], strict=True)]
+  pairs = zip(words[::2], words[1::2], strict=True)
+  return [f'{first}-{second}' for first, second in pairs]
 
 
 for _name, _needles in {

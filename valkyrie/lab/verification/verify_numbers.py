@@ -111,8 +111,9 @@ class Computation:
       epsilon = jnp.where(seed == 0, 0.0, float(jnp.finfo(self._dtype).eps))
       for number, leaf in enumerate(leaves):
         dtype = jnp.promote_types(leaf.dtype, self._dtype)
-        moved = leaf.astype(dtype) + _MOVED * _uniform(leaf.shape, 3 * number).astype(dtype)
+        added = _uniform(leaf.shape, 3 * number).astype(dtype)
         change = _uniform(leaf.shape, 3 * number + seed).astype(dtype)
+        moved = leaf.astype(dtype) + _MOVED * added
         leaves[number] = moved * (1 + epsilon.astype(dtype) * change)
       moved_params = structure.unflatten(leaves)
       axes = model.parameter_axes(layout.parameter_axes)
