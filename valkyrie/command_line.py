@@ -180,7 +180,7 @@ def _check(flags: argparse.Namespace) -> None:
     raise UsageError('--run_mode=export needs --output=FOLDER')
   asked = [n for n in ('prompt', 'prompts', 'messages') if getattr(flags, n) is not None]
   if len(asked) > 1:
-    raise UsageError(f'--{" and --".join(asked)} exclude each other: pass one of them')
+    raise UsageError(f'--{" and --".join(asked)} exclude each other: pass only one')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):
     raise ConfigurationError('--process and --coordinator need --processes=N')
   if flags.processes is not None and flags.run_mode not in ('train', 'eval'):

@@ -206,8 +206,7 @@ class SourceFiles:
     if copies:
       pairs = [f'{self.name(copy)} is {self.name(first)}' for copy, first in copies.items()]
       self.notes.append(
-        'Links to other files, and compressed copies of them, are not read again: '
-        f'{file_names.some(pairs)}.'
+        f'Links and compressed copies of other files are not read again: {file_names.some(pairs)}.'
       )
     return [file for file in files if file not in copies]
 

@@ -1,6 +1,6 @@
 """Any algorithm of optax on parameters that are stacked over layers, at a rate that changes.
 
-An algorithm may treat all numbers alike (Adam), or act on each parameter as a whole: norms and
+An algorithm may treat all numbers the same (Adam), or act on each parameter as a whole: norms and
 trust ratios (LAMB), factored moments (Adafactor), orthogonal directions (Muon). Such an algorithm
 must see each layer of a stack by itself. The steps of most algorithms are proportional to the
 learning rate. Others are not: LARS keeps steps of earlier rates, and MADGRAD sums squares that
@@ -37,7 +37,7 @@ class Nature(NamedTuple):
   proportional: bool
 
 
-# Known to treat all numbers alike, in proportion to the rate; the trial takes a second.
+# Known to treat all numbers the same, in proportion to the rate; the trial takes a second.
 _PLAIN = (optax.adam, optax.adamw, optax.lion, optax.sgd, optax.nadam, optax.nadamw)
 _LAYERS = 2
 _SHAPES = {'a': (_LAYERS, 3, 4), 'b': (_LAYERS, 4, 3)}
