@@ -27,7 +27,7 @@ class Lowest(NamedTuple):
 class Lengths:
   """When a run logs, evaluates, saves and ends; `train` explains the numbers.
 
-  Raises a ConfigurationError if one of them is out of range.
+  Raises a ConfigurationError if a number is out of range.
   """
 
   train_steps: int

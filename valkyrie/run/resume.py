@@ -33,7 +33,7 @@ _NOTHING = object()
 class Origin(NamedTuple):
   """What a run begins with.
 
-  weights: those of a new run; None initializes them.
+  weights: the weights of a new run; None initializes them.
   allow_changed: the kinds of differences from the run that saved which are accepted.
   """
 
@@ -54,7 +54,7 @@ class RunState:
     lowest: the lowest validation loss of the run so far; None before the first.
     losses: the validation loss after each step that this process has evaluated.
     programs: {name: fingerprint} of the compiled steps.
-    saved_programs: those of the checkpoint; {} if they may differ.
+    saved_programs: the programs of the checkpoint; {} if they may differ.
     has_all_weights: whether a new run has loaded all of its weights; None if it has loaded none.
   """
 
