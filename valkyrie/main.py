@@ -108,7 +108,7 @@ def run(
 
 def _options(flags: argparse.Namespace) -> dict[str, Any]:
   """The arguments that the flags give the function of a run mode."""
-  options = {}
+  options: dict[str, Any] = {}
   if flags.run_mode == 'infer':
     # Only the command line may name files to read and write, not a configuration, which others may
     # have recorded.

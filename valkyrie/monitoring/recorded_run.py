@@ -75,7 +75,7 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   advice = 'Restore it from a copy, or leave the run out.'
   file = folder / 'config.json'
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
-    config = {'bindings': {}}
+    config: dict[str, Any] = {'bindings': {}}
     if file.exists():
       config = foreign.json_object(foreign.content(file), bindings=dict)
   file = folder / 'model_info.txt'

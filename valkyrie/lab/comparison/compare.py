@@ -275,10 +275,10 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _arguments_of_line(line: str) -> list[str]:
+def _arguments_of_line(arg_line: str) -> list[str]:
   """The argument in a line of an @FILE; other lines are comments."""
-  if line.startswith(('--', '@')):
-    return [line]
+  if arg_line.startswith(('--', '@')):
+    return [arg_line]
   return []
 
 

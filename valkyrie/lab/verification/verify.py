@@ -240,4 +240,5 @@ def _saved_and_restored(setup: Setup, state: TrainState, place: pathlib.Path) ->
     first, *_ = processes.exchange('verify', folder_name)
     with Checkpoints().open(place.with_name(first)) as directory:
       directory.save_now(1, state, {}, patiently=False)
-      return directory.restore(setup.state)
+      restored = directory.restore(setup.state)
+  return restored
