@@ -254,7 +254,7 @@ def test_what_cannot_be_asked_is_named(tmp_path, capsys):
   (tmp_path / 'text.txt').write_bytes(b'\xff\xfe')
   with pytest.raises(DataError, match='UTF-8 is expected'):
     run(tmp_path, None, suites=('qa1',), text=str(tmp_path / 'text.txt'))
-  with pytest.raises(ConfigurationError, match='No suite has a problem'):
+  with pytest.raises(ConfigurationError, match='every problem of the suites is longer'):
     run(tmp_path, Searching(), suites=('niah_single_1',), lengths=(100,))
   assert 'has at least' in capsys.readouterr().out
 
