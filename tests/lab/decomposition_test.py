@@ -520,7 +520,7 @@ def test_importances_of_another_shape_are_named():
 
   made = parts(importance=One, dtype='float32')
   state = jax.eval_shape(lambda: start(*made))
-  with pytest.raises(ConfigurationError, match=r'shape \(1, 2, 24, 1\).* give \(1, 2, 24, 3\)'):
+  with pytest.raises(ConfigurationError, match=r'shape \(1, 2, 24, 1\).*expected \(1, 2, 24, 3\)'):
     jax.eval_shape(step_of(*made), state, BATCH)
 
 

@@ -245,14 +245,14 @@ def test_a_run_is_asked_with_and_without_its_memory(tmp_path, capsys):
 
 
 def test_what_cannot_be_asked_is_named(tmp_path, capsys):
-  with pytest.raises(ConfigurationError, match=r"contains 'niah'.*There are .*niah_single_1, "):
+  with pytest.raises(ConfigurationError, match=r"contains 'niah'.*The suites are .*niah_single_1, "):
     run(tmp_path, None, suites=('niah',))
   with pytest.raises(ConfigurationError, match='qa1 hides facts in a text'):
     run(tmp_path, None, suites=('qa1',))
   with pytest.raises(ConfigurationError, match=r"long_context\.cuts='window' is unknown"):
     run(tmp_path, None, cuts=('window',))
   (tmp_path / 'text.txt').write_bytes(b'\xff\xfe')
-  with pytest.raises(DataError, match='UTF-8 is expected'):
+  with pytest.raises(DataError, match='Expected files in UTF-8'):
     run(tmp_path, None, suites=('qa1',), text=str(tmp_path / 'text.txt'))
   with pytest.raises(ConfigurationError, match='every problem of the suites is longer'):
     run(tmp_path, Searching(), suites=('niah_single_1',), lengths=(100,))
