@@ -322,7 +322,7 @@ def test_two_tensors_with_one_name_are_refused(tmp_path):
   config, weights = write_llama(tmp_path / 'hf')
   more = {'layers.0.mlp.out': np.zeros((40, 24), np.float32)}
   write_llama(tmp_path / 'hf', config, {**weights, **more})
-  with pytest.raises(ConfigurationError, match=r"Two tensors .* have the name 'layers.0"):
+  with pytest.raises(ConfigurationError, match=r"Two tensors .* become 'layers.0"):
     open_source(str(tmp_path / 'hf'))
 
 
