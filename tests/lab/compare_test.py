@@ -22,7 +22,7 @@ from valkyrie.data import store_writer
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import Selection, TokenStore
 from valkyrie.errors import ConfigurationError, ValkyrieError
-from valkyrie.lab.comparison import compare, findings, trials
+from valkyrie.lab.comparison import compare, findings, trials, verdicts
 from valkyrie.lab.comparison.findings import Outcome
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
@@ -152,7 +152,7 @@ def test_a_longer_training_wins_nothing(common, tmp_path, capsys):
 def test_unequal_amounts_are_part_of_the_verdict():
   scores = {'a': [2.0, 2.0], 'b': [2.5, 2.5], 'c': [2.6, 2.6], 'd': [2.7, 2.7]}
   amounts = {'a': 7.7, 'b': 6.4, 'c': 7.2, 'd': 12.0}
-  said = findings.verdict(scores, 'bits per byte', 'seconds', amounts)
+  said = verdicts.verdict(scores, 'bits per byte', 'seconds', amounts)
   assert said[0].startswith('a and b: no verdict. a is ahead by 0.500')
   assert said[1] == (
     'a is better than c by 0.600 bits per byte; the seeds of one candidate differ by at most 0.000.'
@@ -270,7 +270,7 @@ def test_the_cost_of_a_step_is_a_median_by_phase():
 
 def test_a_verdict_weighs_the_difference_against_the_seeds():
   scores = {'a': [2.0, 2.012], 'b': [2.03, 2.04], 'c': [2.0, 2.1], 'd': [math.inf, 2.0]}
-  said = findings.verdict(scores, 'bits per byte')
+  said = verdicts.verdict(scores, 'bits per byte')
   assert said[0] == (
     'a is better than b by 0.029 bits per byte; the seeds of one candidate differ by at most 0.012.'
   )

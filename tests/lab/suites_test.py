@@ -245,7 +245,9 @@ def test_a_run_is_asked_with_and_without_its_memory(tmp_path, capsys):
 
 
 def test_what_cannot_be_asked_is_named(tmp_path, capsys):
-  with pytest.raises(ConfigurationError, match=r"contains 'niah'.*The suites are .*niah_single_1, "):
+  with pytest.raises(
+    ConfigurationError, match=r"contains 'niah'.*The suites are .*niah_single_1, "
+  ):
     run(tmp_path, None, suites=('niah',))
   with pytest.raises(ConfigurationError, match='qa1 hides facts in a text'):
     run(tmp_path, None, suites=('qa1',))

@@ -40,11 +40,11 @@ from valkyrie.lab.comparison.findings import (
   best,
   bits,
   check_place,
-  is_near,
   spent,
   write,
 )
 from valkyrie.lab.comparison.trials import Candidate, Failed, make_trial, say
+from valkyrie.lab.comparison.verdicts import is_near
 from valkyrie.monitoring.recorded_run import Run
 
 REHEARSED = 40  # steps

@@ -9,6 +9,7 @@ import statistics
 from typing import NamedTuple
 
 from valkyrie.errors import DataError, StorageError
+from valkyrie.lab.comparison.verdicts import AMOUNTS, is_near, verdict
 from valkyrie.monitoring import html_page, html_report
 from valkyrie.monitoring.metrics import TARGETS_BY_POSITION
 from valkyrie.monitoring.pictures import by_position
@@ -16,9 +17,7 @@ from valkyrie.monitoring.recorded_run import Run
 from valkyrie.storage import whole_file
 
 TITLES = {'seconds': '{:g} seconds of training', 'tokens': '{:,} tokens', 'flops': '{:.3g} FLOPs'}
-_AMOUNTS = {'seconds': '{:,.1f} seconds', 'tokens': '{:,.0f} tokens', 'flops': '{:.3g} FLOPs'}
 _FILES = ('compare.md', 'compare.html')
-_NEAR = 1.1  # the largest ratio of two amounts of training that count as equal
 _FEWEST_TARGETS = 256  # of a position that is shown: the mean of fewer is mostly chance
 
 
@@ -98,85 +97,6 @@ def best(name: str, outcomes: Sequence[Outcome], context: int) -> dict[str, str]
 def spent(run: Run, budget: str) -> float | None:
   """The seconds, tokens or FLOPs for which a run has trained; None if they are unknown."""
   return run.lines[-1][budget]
-
-
-def is_near(first: float | None, second: float | None) -> bool:
-  """Whether two amounts of training are equal within a tenth; unknown ones count as equal."""
-  if not first or not second:
-    return True
-  return max(first, second) <= _NEAR * min(first, second)
-
-
-def verdict(
-  scores: Mapping[str, Sequence[float]],
-  unit: str,
-  budget: str = 'tokens',
-  amounts: Mapping[str, float | None] | None = None,
-) -> list[str]:
-  """Compares the candidate with the lowest mean with each other one.
-
-  One is better if the difference of the means is larger than the range of the seeds of either, and
-  if it has not trained for more than the other one.
-
-  Args:
-    scores: the score of each seed by candidate, in the order of the means.
-    unit: the unit of the scores.
-    budget: 'seconds', 'tokens' or 'flops'.
-    amounts: how much each candidate has trained, the mean over its seeds; None if unknown.
-  """
-  first, *others = scores
-  return [_compare(first, other, scores, unit, budget, amounts or {}) for other in others]
-
-
-def _compare(
-  first: str,
-  other: str,
-  scores: Mapping[str, Sequence[float]],
-  unit: str,
-  budget: str,
-  amounts: Mapping[str, float | None],
-) -> str:
-  """What can be said about two candidates, where the first has the lower mean."""
-  mean_of_first = statistics.fmean(scores[first])
-  difference = statistics.fmean(scores[other]) - mean_of_first
-  if not math.isfinite(difference):
-    return f'{other} diverged.'
-  used_by_first = amounts.get(first)
-  used_by_other = amounts.get(other)
-  unequal = ''
-  if used_by_first and used_by_other and not is_near(used_by_first, used_by_other):
-    form = _AMOUNTS[budget]
-    unequal = (
-      f'{first} trained for {form.format(used_by_first)}, {other} for {form.format(used_by_other)}'
-    )
-    if used_by_first > used_by_other:
-      return (
-        f'{first} and {other}: no verdict. {first} is ahead by {difference:.3f} {unit}, but '
-        f'{unequal}. Compare the same --tokens, or give more --seconds on an idle machine.'
-      )
-  spread = max(_range(scores[first]), _range(scores[other]))
-  if len(scores[first]) == 1:
-    sentence = (
-      f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '
-      'how far seeds differ.'
-    )
-  elif difference > spread:
-    sentence = (
-      f'{first} is better than {other} by {difference:.3f} {unit}; the seeds of one candidate '
-      f'differ by at most {spread:.3f}.'
-    )
-  else:
-    sentence = (
-      f'{first} and {other}: no difference that the seeds do not explain. Their means differ by '
-      f'{difference:.3f} {unit}, the seeds of one candidate by up to {spread:.3f}.'
-    )
-  if unequal:
-    sentence += f' The amounts differ: {unequal}.'
-  return sentence
-
-
-def _range(values: Sequence[float]) -> float:
-  return max(values) - min(values)
 
 
 def check_place(folder: pathlib.Path) -> None:
@@ -337,7 +257,7 @@ def _mean_spent(runs: Sequence[Run], budget: str) -> float | None:
 
 def _missed(budget: str, amount: float, amounts: Mapping[str, float | None]) -> list[str]:
   """A sentence about the candidates that did not train for the amount that was asked for."""
-  form = _AMOUNTS[budget]
+  form = AMOUNTS[budget]
   missed = [
     f'{name} for {form.format(used)}'
     for name, used in amounts.items()
