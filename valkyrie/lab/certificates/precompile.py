@@ -105,7 +105,7 @@ def precompile(
       raise ConfigurationError(report)
 
 
-def _memory_of(device: jax.Device, is_here: bool) -> int | None:
+def _memory_of(device: Any, is_here: bool) -> int | None:
   """The bytes of a device that a program may use; None if they are unknown, as on a CPU."""
   chip = chips.of_kind(device.device_kind)
   if chip and chip.hbm_bytes:
