@@ -811,3 +811,15 @@ def test_a_store_of_a_failed_start_is_replaced_after_its_text_was_mended(tmp_pat
     (tmp_path / 'text' / 'c.jsonl').write_bytes(json_lines(['Next c']))
   store = feed().store
   assert stored(store.path) == {'Text': 24, 'Next': 8 if mended == 'one' else 1}
+
+
+def test_an_empty_location_is_not_the_current_folder(tmp_path, monkeypatch):
+  """As of a variable of a shell without a value."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'private.txt').write_text('private')
+  for read in (
+    lambda: Selection('text', 'train', BYTES, ''),
+    lambda: Records('', ['text']),
+  ):
+    with pytest.raises(ConfigurationError, match='location of a text is empty'):
+      read()

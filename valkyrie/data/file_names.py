@@ -1,10 +1,12 @@
 """Names of files: their formats, compressions, and the patterns that select them."""
 
 from collections.abc import Sequence
+import os
 import posixpath
 import re
 
 from valkyrie import foreign
+from valkyrie.errors import ConfigurationError, with_home
 
 # Suffixes of the formats that `records` reads, and of a compression around them.
 # Tables beside texts are usually metadata, so a folder with both is read without its tables.
@@ -13,6 +15,20 @@ ROWS = ('.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)  # several documents
 FORMATS = ('.txt', '.md', '.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _MAX_NAMED = 5
+
+
+def absolute(location: str) -> str:
+  """The absolute path of texts on a disk.
+
+  Raises a ConfigurationError if it is empty, as a variable of a shell without a value is: it would
+  be the current folder.
+  """
+  if not location:
+    raise ConfigurationError(
+      'The location of a text is empty. Name a file, a folder or a pattern: --gin.text=\'"PATH"\', '
+      'TaskFeed.source, or --source of build_store.'
+    )
+  return os.path.abspath(with_home(location))
 
 
 def format_of(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import os
 import re
 from typing import Any
 import urllib.parse
@@ -12,7 +11,8 @@ import pyarrow.fs
 
 from valkyrie import foreign
 from valkyrie.config import paths
-from valkyrie.errors import DataError, StorageError, with_home
+from valkyrie.data import file_names
+from valkyrie.errors import DataError, StorageError
 from valkyrie.storage import bucket
 
 _PUBLIC = 'anonymous@'  # before the name of a bucket
@@ -50,7 +50,7 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     ConfigurationError, StorageError: errors of `bucket.client`.
   """
   if not paths.is_address(location):
-    return pyarrow.fs.LocalFileSystem(), os.path.abspath(with_home(location))
+    return pyarrow.fs.LocalFileSystem(), file_names.absolute(location)
   scheme, _, rest = location.partition('://')
   path, _, query = rest.partition('?')
   if scheme in _CLOUD_STORAGE:

@@ -27,7 +27,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import platform
 import re
@@ -37,10 +36,10 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.config import paths, redact
-from valkyrie.data import store_arrays, store_fields
+from valkyrie.data import file_names, store_arrays, store_fields
 from valkyrie.data.store_arrays import REBUILD, ArrayFile
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, DataError, converted, with_home
+from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import foreign_names
 
 FORMATS = 'valkyrie-token-store-'  # of all versions
@@ -76,7 +75,7 @@ class Selection:
 
   def __post_init__(self):
     if self.source is not None and not paths.is_address(self.source):
-      object.__setattr__(self, 'source', os.path.abspath(with_home(self.source)))
+      object.__setattr__(self, 'source', file_names.absolute(self.source))
 
   def __str__(self) -> str:
     return f'{self.task}/{self.split}'
