@@ -24,8 +24,8 @@ import jax
 from valkyrie.checkpoint import failed_saves, manifest, state_files, steps
 from valkyrie.checkpoint.failed_saves import FailedSaves
 from valkyrie.checkpoint.steps import BEST, LATEST, Lock
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt, Seconds, check_fields
 from valkyrie.distributed import heartbeat, processes
 from valkyrie.errors import (
   ConfigurationError,
@@ -52,13 +52,13 @@ class Checkpoints:
     patience: seconds for which saves may fail, one after the other, before the run ends.
   """
 
-  keep: int = 3
-  keep_period: int | None = None
-  keep_best: int = 0
-  patience: float = 3600.0
+  keep: PositiveInt = 3
+  keep_period: PositiveInt | None = None
+  keep_best: NonNegativeInt = 0
+  patience: Seconds = 3600.0
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
   def open(
     self, model_dir: str | os.PathLike, say: Callable[[str], None] = lambda text: None

@@ -12,7 +12,7 @@ import gin
 from gin import config as gin_config
 import optax
 
-from valkyrie.config import parse, redact
+from valkyrie.config import parse, ranges, redact
 from valkyrie.config.parse import FLAG
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
@@ -28,6 +28,12 @@ _OPTAX: dict[str, Any] = {}
 for _module in (optax, optax.contrib):
   for _name in dir(_module):
     _OPTAX[f'{_module.__name__}.{_name}'] = getattr(_module, _name)
+
+# The ranges of numbers that optax names; it annotates them as arrays or schedules.
+OPTAX_NUMBERS = {
+  **dict.fromkeys(('b1', 'b2', 'b3', 'decay', 'momentum'), ranges.ProperFraction),
+  **dict.fromkeys(('weight_decay', 'eps', 'eps_root'), ranges.NonNegativeFloat),
+}
 
 # {(scope, complete selector, parameter): statement}, with gin's keys; the key of a macro is
 # (name, 'gin.macro', 'value').

@@ -1,4 +1,4 @@
-"""Checks of gin values: of flags against files, of bindings against annotations and `ranges`.
+"""Checks of gin values: of flags against files, of bindings against annotations, with their ranges.
 
 They know literal types, classes, protocols, and callables that return one of these; mismatches of
 other annotations raise an error at construction. Every check raises ConfigurationError.
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import inspect
 import types
 import typing
-from typing import Any
+from typing import Annotated, Any
 
 from gin import config as gin_config
 import haiku as hk
 
 from valkyrie.config import ranges
-from valkyrie.config.check import Effective, check_buildable, find, parameters_of
+from valkyrie.config.check import OPTAX_NUMBERS, Effective, check_buildable, find, parameters_of
 from valkyrie.config.parse import Macro, Reference, Statement, leaves, macros_of, resolve
 from valkyrie.errors import ConfigurationError
 
@@ -64,7 +64,7 @@ def check_parameter_types(effective: Effective) -> None:
       raise ConfigurationError(
         f'{where}: {statement.name} takes {expected}, not {_shown(value)}.{_as_integer(value)}'
       )
-    _check_ranges(wrapped, name, value, where)
+    _check_range(wrapped, parameter, value, where)
     if _makes_parts(parameter.annotation):
       for reference in references:
         check_buildable(reference, statement.where, effective)
@@ -76,18 +76,16 @@ def _names(references: Sequence[Reference], selector: str) -> bool:
   return any(find(name).selector == selector for name in unscoped)
 
 
-def _check_ranges(wrapped: Any, name: str, value: Any, where: str) -> None:
-  """Checks the numbers in a value, if the range of the parameter is known."""
+def _check_range(wrapped: Any, parameter: inspect.Parameter, value: Any, where: str) -> None:
+  """Checks the numbers in a value, if the parameter of a configurable has a range."""
+  annotation = parameter.annotation
   package, _, _ = wrapped.__module__.partition('.')
-  if package == 'valkyrie':
-    owner = wrapped.__name__
-  elif package == 'optax':
-    owner = package
-  else:
-    return
+  if package == 'optax':
+    annotation = OPTAX_NUMBERS.get(parameter.name)
+  name = f'{wrapped.__name__}.{parameter.name}'
   for leaf in leaves(value):
     if isinstance(leaf, int | float) and not isinstance(leaf, bool):
-      ranges.check(owner, f'{where}: ', **{name: leaf})
+      ranges.check(name, leaf, annotation, f'{where}: ')
 
 
 def _makes_parts(annotation: Any) -> bool:
@@ -121,6 +119,8 @@ def _as_integer(value: Any) -> str:
 
 def _expected(value: Any, annotation: Any) -> str | None:
   """The kind of value that an annotation expects in place of a value; None if it may fit."""
+  if typing.get_origin(annotation) is Annotated:
+    annotation, *_ = typing.get_args(annotation)
   if _is_union(annotation):
     return _expected_of_union(value, typing.get_args(annotation))
   if annotation in _LITERALS or annotation is types.NoneType:

@@ -14,8 +14,8 @@ import gin
 import numpy as np
 
 from valkyrie import edges, types
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction, Seed, checked
 from valkyrie.data import vocabularies
 from valkyrie.data.few_documents import more_documents
 from valkyrie.data.rows import Documents, Order, Row, deal, numbers_in
@@ -45,24 +45,25 @@ class TaskFeed:
   It has the attributes of `types.TaskFeed`, and selection, batch_size, reset_at and store.
   """
 
+  @checked
   def __init__(
     self,
     task: str,
     split: str,
-    batch_size: int,
-    seed: int,
+    batch_size: PositiveInt,
+    seed: Seed,
     *,
     vocabulary: str = 'bytes',
     reset_at: str = 'document',
-    pass_carry: float = 0.0,
+    pass_carry: ProperFraction = 0.0,
     shuffle: bool = True,
-    epochs: int | None = None,
+    epochs: PositiveInt | None = None,
     data_dir: str | None = None,
     source: str | None = None,
     options: Mapping[str, Any] | None = None,
     unique: bool = False,
     learn_eos: bool = False,
-    bad_documents: int = 0,
+    bad_documents: NonNegativeInt = 0,
   ):
     """Loads the vocabulary. The first use of the tokens opens the store, or builds it.
 
@@ -99,8 +100,6 @@ class TaskFeed:
       raise ConfigurationError(
         f'TaskFeed.reset_at={reset_at!r} is unknown. Use one of {", ".join(RESETS)}.'
       )
-    numbers = {'seed': seed, 'batch_size': batch_size, 'pass_carry': pass_carry}
-    ranges.check('TaskFeed', **numbers, bad_documents=bad_documents, epochs=epochs)
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
     given = {name: str(value) for name, value in (options or {}).items() if value is not None}

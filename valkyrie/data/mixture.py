@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import gin
 import numpy as np
 
+from valkyrie.config.ranges import NonNegativeFloat
 from valkyrie.data.feed import TaskFeed, segment_ids_of
 from valkyrie.data.mixed_rows import MixedRow
 from valkyrie.data.store_location import build
@@ -19,7 +20,7 @@ from valkyrie.data.token_store import content_hash
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Batch
 
-Weights = Mapping[str, float]
+Weights = Mapping[str, NonNegativeFloat]
 _warn_once = functools.cache(logging.warning)
 _MAX_NAMED = 8  # rows, and stretches of each row, in a message
 

@@ -6,11 +6,13 @@ import dataclasses
 import io
 import os
 import pathlib
+from typing import Annotated
 
 import gin
 import numpy as np
 
 from valkyrie.config.paths import TOKENIZER
+from valkyrie.config.ranges import Range
 from valkyrie.data import store_builder, vocabularies
 from valkyrie.data.document_source import TaskReader
 from valkyrie.data.feed import TaskFeed
@@ -26,7 +28,9 @@ _PIECE = 4096  # characters; the trainer skips longer texts
 
 @gin.configurable
 def train_vocabulary(
-  feed: Callable[[], TaskFeed | Mixture], size: int, model_dir: str | os.PathLike
+  feed: Callable[[], TaskFeed | Mixture],
+  size: Annotated[int, Range('[260, 1048576]')],  # beyond the bytes
+  model_dir: str | os.PathLike,
 ) -> None:
   """Writes a SentencePiece tokenizer of `size` tokens to model_dir/tokenizer.model.
 

@@ -8,8 +8,8 @@ from typing import Any
 import gin
 from jax.stages import Compiled
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import PositiveInt, checked
 from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, TaskFeed
@@ -71,8 +71,8 @@ class TokenConsistency:
   rows of the next process, so that each row is read twice. A run of one process compares nothing.
   """
 
-  def __init__(self, feed: TaskFeed, rows: Sequence[int], every: int = 100):
-    ranges.check('TokenConsistency', every=every)
+  @checked
+  def __init__(self, feed: TaskFeed, rows: Sequence[int], every: PositiveInt = 100):
     self._feed = feed
     self._every = every
     self._rows = list(rows)

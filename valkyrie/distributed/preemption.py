@@ -19,12 +19,12 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import Range, checked
 from valkyrie.distributed import console, processes
 from valkyrie.errors import Preempted
 
@@ -42,9 +42,9 @@ class Preemption:
   than `grace_seconds`. A second signal changes nothing. The exit code is always 75.
   """
 
-  def __init__(self, grace_seconds: float = 25.0):  # Kubernetes kills after 30
-    ranges.check('Preemption', grace_seconds=grace_seconds)
-    self._grace_seconds = grace_seconds
+  @checked
+  def __init__(self, grace_seconds: Annotated[float, Range('(0, 1e9]')] = 25.0):
+    self._grace_seconds = grace_seconds  # Kubernetes kills after 30
     self._calls = 0
     self._signaled = False
     self._last_call: concurrent.futures.Future[int] = concurrent.futures.Future()

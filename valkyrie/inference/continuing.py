@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt, Seed, check, checked
 from valkyrie.errors import UsageError
 from valkyrie.inference.documents import AnyCarry
 from valkyrie.inference.generation import LENGTH, Continuation, Sampling
@@ -32,20 +32,20 @@ class Generated(NamedTuple):
   ended: str
 
 
+@checked
 def generate(
   rows: TextRows,
   params: Params,
   prompts: Text | Sequence[Text],
   carry: AnyCarry | None,
   *,
-  samples: int,
+  samples: PositiveInt,
   stop: str | Sequence[str],
-  first: int,
-  batch_size: int,
+  first: Seed,
+  batch_size: PositiveInt,
   **options,
 ) -> list[Generated]:
   """The samples of each prompt; `options` are the last arguments of `_extended`."""
-  ranges.check('generate', batch_size=batch_size, samples=samples, first=first)
   numbered = dict(enumerate(_prompts(rows, prompts, carry), first))
   numbers = [(prompt, sample) for prompt in numbered for sample in range(samples)]
   results = []
@@ -101,7 +101,9 @@ def _extended(
   max_tokens: int,
 ) -> Iterator[tuple[int, str]]:
   """Extends the text of each (prompt, sample) of `numbers`; yields (its row, its new text)."""
-  ranges.check('generate', seed=seed, max_tokens=max_tokens, first=max(prompts))
+  check('generate.seed', seed, Seed)
+  check('generate.max_tokens', max_tokens, NonNegativeInt)
+  check('generate.first', max(prompts), Seed)
   reader = rows.reader
   read_once = list(dict.fromkeys(prompt for prompt, _ in numbers))
   tokens = [prompts[prompt] for prompt in read_once]

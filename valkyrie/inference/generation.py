@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Annotated
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import Fraction, NonNegativeFloat, PositiveInt, Range, check_fields
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array
@@ -22,6 +23,9 @@ _FIRST_MARK = 0xD800  # half of a character, which no text has
 _LONGEST_CHARACTER = 8  # tokens; later an incomplete character is taken as it is
 _REACHED = 1 - 1e-6  # a share is reached from this part of it on: sums are rounded to float32
 _SMALLEST = float(np.finfo(np.float32).tiny)  # devices take smaller numbers for 0
+
+Penalty = Annotated[float, Range('[1e-30, 1e30]')]
+PositiveFraction = Annotated[float, Range('(0, 1]')]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +45,11 @@ class Sampling:
     min_p: keeps tokens at least this likely, relative to the most likely one (Nguyen et al. 2024).
   """
 
-  repetition_penalty: float = 1.0
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float = 1.0
-  min_p: float = 0.0
+  repetition_penalty: Penalty = 1.0
+  temperature: NonNegativeFloat = 0.0
+  top_k: PositiveInt | None = None
+  top_p: PositiveFraction = 1.0
+  min_p: Fraction = 0.0
 
   def choose(self, logits: Array, seen: Array, keys: Array) -> Array:
     """The next tokens, int32 [B], from logits float32 [B, V] and random keys [B].
@@ -74,7 +78,7 @@ class Sampling:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
 
 def _kept(logits: Array, tokens: Array, keep: Array) -> Array:

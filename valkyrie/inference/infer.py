@@ -14,12 +14,19 @@ import jax
 
 from valkyrie import errors, foreign
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import (
+  Fraction,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveInt,
+  Seed,
+  checked,
+)
 from valkyrie.data import vocabularies
 from valkyrie.data.chat_template import ChatTemplate
 from valkyrie.distributed import console
-from valkyrie.inference.generation import Sampling
+from valkyrie.inference.generation import Penalty, PositiveFraction, Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
@@ -29,6 +36,7 @@ from valkyrie.storage import owned
 
 @may_change_on_resume()
 @gin.configurable
+@checked
 def infer(
   model_dir: str,
   prompt: str | None = None,
@@ -38,16 +46,16 @@ def infer(
   step: str = LATEST,
   *,
   opened: Callable[..., LoadedModel],
-  seed: int,
-  max_tokens: int = 256,
-  samples: int = 1,
+  seed: Seed,
+  max_tokens: NonNegativeInt = 256,
+  samples: PositiveInt = 1,
   stop: str | Sequence[str] = (),
-  temperature: float = 0.0,
-  top_k: int | None = None,
-  top_p: float = 1.0,
-  min_p: float = 0.0,
-  repetition_penalty: float = 1.0,
-  batch_size: int = 8,
+  temperature: NonNegativeFloat = 0.0,
+  top_k: PositiveInt | None = None,
+  top_p: PositiveFraction = 1.0,
+  min_p: Fraction = 0.0,
+  repetition_penalty: Penalty = 1.0,
+  batch_size: PositiveInt = 8,
 ) -> None:
   """Continues prompts by a run's checkpoint.
 
@@ -70,7 +78,6 @@ def infer(
     StorageError: the output is there already, or cannot be written.
     ConfigurationError: a prompt is longer than the model can read, or the vocabulary is another.
   """
-  ranges.check('infer', batch_size=batch_size)
   talks = []
   if messages is not None:
     talks = _read_conversations(errors.with_home(messages))
@@ -184,16 +191,17 @@ class TextSamples:
   Their names in metrics.jsonl, TensorBoard and reports are `hooks/sample_1`, ...
   """
 
+  @checked
   def __init__(
     self,
     prompts: Sequence[str],
-    every: int,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
+    every: PositiveInt,
+    max_tokens: NonNegativeInt = 64,
+    temperature: NonNegativeFloat = 0.0,
     *,
     model: Callable[..., LanguageModel],
     vocabulary: str,
-    chunk_size: int,
+    chunk_size: PositiveInt,
   ):
     """Configures the samples; for the arguments see `infer` and `open_run`."""
     if jax.process_count() > 1:
@@ -201,7 +209,6 @@ class TextSamples:
         'TextSamples needs all parameters in one process, and this run has '
         f'{jax.process_count()}. Continue its checkpoints by --run_mode=infer.'
       )
-    ranges.check('TextSamples', every=every, max_tokens=max_tokens)
     self._prompts = prompts
     self._every = every
     self._options = {'max_tokens': max_tokens, 'sampling': Sampling(temperature=temperature)}

@@ -10,6 +10,7 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import Configuration, check_call, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.data import vocabularies
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -29,7 +30,7 @@ def open_run(
   *,
   model: Callable[..., LanguageModel],
   vocabulary: str,
-  chunk_size: int,
+  chunk_size: PositiveInt,
   first_carry: str | None = None,
 ) -> LoadedModel:
   """The model of a run, on one device.

@@ -68,7 +68,7 @@ class Reader:
 
     Raises a ConfigurationError if the model carries nothing from chunk to chunk.
     """
-    ranges.check('open_run', chunk_size=chunk_size)
+    ranges.check('open_run.chunk_size', chunk_size, ranges.PositiveInt)
     if not model.about.carried:
       raise ConfigurationError(
         'FullAttention.carried is False: the model reads each chunk alone, and cannot continue a '

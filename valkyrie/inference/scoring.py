@@ -25,7 +25,7 @@ def of_each(
   batch_size: int,
 ) -> list:
   """What a function of the reader returns for each text; `batch_size` texts are read at once."""
-  ranges.check(find.__name__, batch_size=batch_size)
+  ranges.check(f'{find.__name__}.batch_size', batch_size, ranges.PositiveInt)
   tokens = rows.tokens(texts, carry)
   results = []
   for batch in batches(range(len(tokens)), batch_size):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import gin
 import haiku as hk
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import PositiveInt, ProperFraction, checked
 from valkyrie.models import layers
 from valkyrie.models.layers import MLP, GatedMLP, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
@@ -22,16 +22,16 @@ class Block(hk.Module):
   in training. A mixer that lacks an attribute raises a ConfigurationError.
   """
 
+  @checked
   def __init__(
     self,
     mixers: Sequence[Callable[[], SequenceMixer]],
-    mlp_width: int,
-    dropout: float = 0.0,
+    mlp_width: PositiveInt,
+    dropout: ProperFraction = 0.0,
     mlp: Callable[..., MLP] = GatedMLP,
     name: str | None = None,
   ):
     super().__init__(name)
-    ranges.check('Block', mlp_width=mlp_width, dropout=dropout)
     self.dropout = dropout
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:

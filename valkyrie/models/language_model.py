@@ -15,6 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Masks, stored_as
@@ -78,13 +79,13 @@ class LanguageModel(Module):
       into and out of stacked arrays; many would compile slowly.
   """
 
-  vocabulary_size: int
-  d_model: int
-  layers: int
+  vocabulary_size: PositiveInt
+  d_model: PositiveInt
+  layers: PositiveInt
   pattern: Sequence[Callable[..., Block]] = (Block,)
   ngrams: Callable[..., NgramEmbedding] | None = None
   insert: Callable[..., Insert] | None = None
-  embedding_scale: float | None = None
+  embedding_scale: PositiveFloat | None = None
   tied: bool = True
   lora: Callable[[], Lora] | None = None
   sites: Callable[[], Sites] | None = None
@@ -93,7 +94,7 @@ class LanguageModel(Module):
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
-  unroll: int = 1
+  unroll: PositiveInt = 1
 
   def __post_init__(self):
     super().__post_init__()

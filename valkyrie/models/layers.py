@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import Fraction, PositiveInt, ProperFraction, check_fields
 from valkyrie.models import quantization
 from valkyrie.models.declarations import FIRST_CARRY, Adapted, Declared, Decomposed
 from valkyrie.models.quantization import Quantized
@@ -56,7 +56,7 @@ class Module(hk.Module):
 
   def __post_init__(self):
     super().__post_init__()
-    ranges.check_fields(self)
+    check_fields(self)
 
   @hk.transparent
   def first_state(self, state: Any) -> Any:
@@ -199,7 +199,7 @@ def dropout(x: Array, rate: float, shared: Sequence[int] = ()) -> Array:
 class RMSNorm(Module):
   """Root-mean-square normalization (Zhang & Sennrich 2019, eq. 4), of [..., D] in float32."""
 
-  epsilon: float = 1e-6
+  epsilon: Fraction = 1e-6
 
   def __call__(self, x: Array) -> Array:
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
@@ -214,8 +214,8 @@ class RMSNorm(Module):
 class MLP(Module):
   """x [..., D] -> [..., D], each token by itself."""
 
-  width: int
-  dropout: float = 0.0  # the share of its inner values that is zeroed in training
+  width: PositiveInt
+  dropout: ProperFraction = 0.0  # the share of its inner values that is zeroed in training
 
   def __call__(self, x: Array) -> Array:
     raise NotImplementedError

@@ -9,7 +9,7 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Adapted, Declared
 from valkyrie.models.layers import parameter
@@ -29,10 +29,10 @@ class Lora:
   """
 
   pattern: str = r'attention/(query|key|value|out)$'
-  rank: int = 8
+  rank: PositiveInt = 8
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
     regular_expression('Lora.pattern', self.pattern)
 
   def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:

@@ -7,11 +7,13 @@ al. 2025, arXiv 2502.01637) and in the speed records of modded-nanogpt (#201, #3
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Annotated
 
 import gin
 import haiku as hk
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import PositiveInt, Range
 from valkyrie.models.layers import Module, parameter, products, projections
 from valkyrie.models.recurrence.convolution import Tail, lagged
 from valkyrie.models.tables import rows_of
@@ -31,9 +33,9 @@ class NgramEmbedding(Module):
     orders: lengths of the n-grams, 2 or more; each has a table.
   """
 
-  rows: int
-  width: int
-  orders: Sequence[int] = (2, 3)
+  rows: PositiveInt
+  width: PositiveInt
+  orders: Sequence[Annotated[int, Range('[2, 2147483647]')]] = (2, 3)
 
   def __post_init__(self):
     super().__post_init__()

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import Seconds
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, StorageError, end_after
 from valkyrie.monitoring.json_lines import JsonLines
@@ -50,7 +51,7 @@ def create_writers(
   clu_writers: Sequence[Callable[[str], Any]] = (),
   begin: int | None = None,
   say: Callable[[str], None] | None = None,
-  patience: float = PATIENCE,
+  patience: Seconds = PATIENCE,
 ) -> 'RunWriter':
   """Returns a writer that can be used immediately, and starts to import CLU's writers.
 

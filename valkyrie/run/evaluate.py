@@ -12,6 +12,7 @@ import jax
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.checkpoint.steps import Steps, record, steps_of
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, check_choice
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import CUTS
@@ -41,7 +42,7 @@ def evaluate(
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
   settings: Callable[[], StepSettings] | None = None,
-  last_step: int,
+  last_step: PositiveInt,
   cuts: Sequence[str] = (),
   name: str = '',
   step: str = LATEST,

@@ -17,6 +17,7 @@ import numpy as np
 
 from valkyrie import edges, foreign
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
 from valkyrie.errors import ConfigurationError, Preempted
@@ -112,9 +113,9 @@ class Evaluator:
     model: Model,
     partitioner: Partitioner,
     feed: Callable[[], TaskFeed],
-    batch_size: int,
-    chunk_size: int,
-    chunks: int | None = None,
+    batch_size: PositiveInt,
+    chunk_size: PositiveInt,
+    chunks: PositiveInt | None = None,
     metrics: Sequence[TokenMetric] = (),
     terms: Terms = (),
   ):

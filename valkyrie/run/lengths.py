@@ -3,8 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-from valkyrie.config import ranges
-
 
 class Lowest(NamedTuple):
   """The lowest validation loss of a run, after `step`, and the evaluations since then."""
@@ -25,19 +23,13 @@ class Lowest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """When a run logs, evaluates, saves and ends; `train` explains the numbers.
-
-  Raises a ConfigurationError if a number is out of range.
-  """
+  """When a run logs, evaluates, saves and ends; `train` explains and checks the numbers."""
 
   train_steps: int
   log_every: int
   eval_every: int
   checkpoint_every: int
   patience: int | None = None
-
-  def __post_init__(self):
-    ranges.check('train', **dataclasses.asdict(self))
 
   def is_due(self, every: int, step: int) -> bool:
     """Whether something that happens every so many steps, and after the last, follows `step`."""

@@ -11,6 +11,7 @@ import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
+from valkyrie.config.ranges import PositiveInt, PositiveInt64, checked
 from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
@@ -56,6 +57,7 @@ class Observers(NamedTuple):
   'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps', 'trackers',
   'quiet',
 )  # fmt: skip
+@checked
 def train(
   model_dir: str,
   *,
@@ -67,18 +69,18 @@ def train(
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
   # Lengths.
-  train_steps: int,
-  log_every: int,
-  eval_every: int,
-  checkpoint_every: int,
-  patience: int | None = None,
+  train_steps: PositiveInt,
+  log_every: PositiveInt64,
+  eval_every: PositiveInt64,
+  checkpoint_every: PositiveInt64,
+  patience: PositiveInt | None = None,
   # Origin.
   initial_weights: str | None = None,
   allow_changed: Sequence[str] = (),
   # Reports.
   hooks: Sequence[Hook] = (),
   trackers: Sequence[Tracker] = (),
-  profile_steps: tuple[int, int] | None = None,
+  profile_steps: tuple[PositiveInt, PositiveInt] | None = None,
   quiet: bool = False,
 ) -> None:
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.

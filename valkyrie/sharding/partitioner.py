@@ -11,6 +11,7 @@ import gin
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import SLICE, make_mesh
@@ -41,7 +42,7 @@ class Partitioner:
     parameter_axes: Sequence[tuple[str, Axes]] = (),
     manual: bool = True,
     gather_layers: bool = False,
-    slices: int = 1,
+    slices: PositiveInt = 1,
   ):
     """Builds the mesh.
 

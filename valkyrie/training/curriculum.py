@@ -8,7 +8,7 @@ import itertools
 import gin
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_count
 from valkyrie.types import Array
 
@@ -30,17 +30,17 @@ class Phase:
     long_backprop_chunks: divides N, and is more than `backprop_chunks`.
   """
 
-  chunk_size: int
-  chunks: int
-  backprop_chunks: int
-  steps: int | None = None
-  learning_rate_scale: float = 1.0
+  chunk_size: PositiveInt
+  chunks: PositiveInt
+  backprop_chunks: PositiveInt
+  steps: PositiveInt | None = None
+  learning_rate_scale: NonNegativeFloat = 1.0
   insert: bool = True
-  long_every: int | None = None
-  long_backprop_chunks: int | None = None
+  long_every: PositiveInt | None = None
+  long_backprop_chunks: PositiveInt | None = None
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
     check_count('Phase.chunks x Phase.chunk_size', self.tokens_per_row)
     if self.chunks % self.backprop_chunks:
       raise ConfigurationError(

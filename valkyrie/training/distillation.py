@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import language_model
 from valkyrie.models.features import ACTIVATIONS
@@ -66,17 +66,17 @@ class Distillation(Term):
 
   teacher: Callable[..., LanguageModel]
   source: Callable[[], Weights]
-  weight: float = 1.0
-  temperature: float = 1.0
-  top_k: int | None = None
+  weight: NonNegativeFloat = 1.0
+  temperature: NonNegativeFloat = 1.0
+  top_k: PositiveInt | None = None
   match: Sequence[tuple[str, int, int]] = ()
-  match_weight: float = 1.0
+  match_weight: NonNegativeFloat = 1.0
 
   name: ClassVar[str] = 'teacher'
   groups: ClassVar[Sequence[Group]] = (Group(f'^{_PREFIX}', learning_rate_scale=0.0),)
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
     if not self.temperature:
       raise ConfigurationError('Distillation.temperature = 0 divides by 0. Use a number above 0.')
     for pair in self.match:

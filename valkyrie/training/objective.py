@@ -16,7 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie import edges
-from valkyrie.config import ranges
+from valkyrie.config.ranges import NonNegativeFloat, check_fields
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.features import Features
 from valkyrie.models.model import Model
@@ -161,11 +161,11 @@ class Prediction(Term):
     weight: a factor on the whole term, beside other terms.
   """
 
-  z_loss: float = 0.0
-  weight: float = 1.0
+  z_loss: NonNegativeFloat = 0.0
+  weight: NonNegativeFloat = 1.0
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
   def __call__(self, chunk: Chunk) -> Part:
     batch = chunk.batch

@@ -15,8 +15,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import (
+  Fraction,
+  Limit,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveInt,
+  check_fields,
+  checked,
+)
 from valkyrie.errors import ConfigurationError, converted, regular_expression
 from valkyrie.training.algorithms import Algorithm, at_rest, created, nature, per_layer, times
 from valkyrie.types import Array, Axes, Params, leaf_path, leaves_by_path
@@ -39,15 +47,15 @@ class Group:
   """
 
   pattern: str
-  learning_rate_scale: float = 1.0
+  learning_rate_scale: NonNegativeFloat = 1.0
   decay: bool = True
   algorithm: Algorithm | None = None
   may_be_empty: bool = False
-  clip_norm: float | None = None
+  clip_norm: Limit | None = None
 
   def __post_init__(self):
     regular_expression('Group.pattern', self.pattern)
-    ranges.check_fields(self)
+    check_fields(self)
     if self.algorithm is not None:
       nature(self.algorithm)  # refuses some; `Optimizer._of_leaf` uses the answer
 
@@ -55,7 +63,7 @@ class Group:
 @gin.configurable
 def recurrence_group(
   pattern: str = r'/(lambda|lambda_re|lambda_im|log_rate|b|log_step|step_bias)$',
-  learning_rate_scale: float = 0.25,
+  learning_rate_scale: NonNegativeFloat = 0.25,
 ) -> Group:
   """Λ, B and log Δ of S5, and the rates and steps of other recurrences.
 
@@ -69,18 +77,19 @@ def recurrence_group(
 class Optimizer:
   """Clip by the global norm, direct by algorithms of optax, step by the learning rate."""
 
+  @checked
   def __init__(
     self,
-    learning_rate: float,
-    warmup_steps: int,
-    train_steps: int,
+    learning_rate: NonNegativeFloat,
+    warmup_steps: NonNegativeInt,
+    train_steps: PositiveInt,
     algorithm: Algorithm = optax.adamw,
     vector_algorithm: Algorithm = optax.adam,
     groups: Sequence[Group] | None = None,
     schedule: str | optax.Schedule = 'cosine',
-    final_learning_rate_scale: float = 0.1,
-    cooldown: float = 0.2,
-    clip_norm: float = 1.0,
+    final_learning_rate_scale: NonNegativeFloat = 0.1,
+    cooldown: Fraction = 0.2,
+    clip_norm: Limit = 1.0,
   ):
     """Constructs the algorithms and the schedule.
 
@@ -101,14 +110,6 @@ class Optimizer:
       cooldown: the share of the steps in which 'wsd' decays.
       clip_norm: the largest global norm of the gradient that is not scaled down.
     """
-    ranges.check(
-      'Optimizer',
-      learning_rate=learning_rate,
-      warmup_steps=warmup_steps,
-      train_steps=train_steps,
-      final_learning_rate_scale=final_learning_rate_scale,
-      clip_norm=clip_norm,
-    )
     if groups is None:
       groups = (recurrence_group(),)
     self._groups = tuple(groups)

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import PositiveInt, Range, Seed, check_fields
 from valkyrie.errors import ConfigurationError, DataError, Disagreement, reason_of
 from valkyrie.models import language_model
 from valkyrie.models.attention import kernels
@@ -52,8 +52,8 @@ class StepSettings:
     check_mixers: check imported mixers as a run starts, which takes seconds.
   """
 
-  seed: int
-  batch_size: int
+  seed: Seed
+  batch_size: PositiveInt
   model: Callable[..., LanguageModel]
   partitioner: Callable[[], Partitioner]
   curriculum: Callable[[], Curriculum]
@@ -63,12 +63,12 @@ class StepSettings:
   remat_chunks: bool = True
   keep_carries: bool = False
   hunt_nan: bool = False
-  micro_batches: int = 1
-  average_decay: float | None = None
+  micro_batches: PositiveInt = 1
+  average_decay: Annotated[float, Range('(0, 1)')] | None = None
   check_mixers: bool = True
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
 
 class Setup:

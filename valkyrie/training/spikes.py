@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Callable
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import gin
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import Limit, NonNegativeInt, PositiveInt, Range, check_fields
 from valkyrie.errors import ConfigurationError, Diverged, check_choice
 from valkyrie.types import Array
 
@@ -43,12 +43,12 @@ class LossSpikes:
   """
 
   action: str = 'accept'
-  deviations: float = 6.0
-  window: int = 128
+  deviations: Limit = 6.0
+  window: Annotated[int, Range('[2, 2147483647]')] = 128
 
   def __post_init__(self):
     check_choice('LossSpikes.action', self.action, ACTIONS)
-    ranges.check_fields(self)
+    check_fields(self)
 
   def initial(self) -> RecentLosses | None:
     """No losses yet; None if none are kept."""
@@ -79,8 +79,8 @@ class RefusedSteps:
 
   skipped: int
   describe: Callable[[int], str]
-  allowed: int = 10
-  window: int = 100
+  allowed: NonNegativeInt = 10
+  window: PositiveInt = 100
 
   def __post_init__(self):
     if not 0 <= self.allowed < self.window:

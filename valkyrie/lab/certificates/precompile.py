@@ -20,6 +20,7 @@ from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.config.parse import FLAG
+from valkyrie.config.ranges import PositiveFloat, PositiveInt64
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.certificates import certificate, topologies
@@ -45,8 +46,8 @@ def precompile(
   topology: str | None = None,
   *,
   settings: Callable[[], StepSettings],
-  hbm_bytes: int | None = None,
-  dcn_bytes_per_second: float | None = None,
+  hbm_bytes: PositiveInt64 | None = None,
+  dcn_bytes_per_second: PositiveFloat | None = None,
   layouts: Sequence[str] | None = None,
 ) -> None:
   """Compiles the train step of every phase; writes and prints a certificate of each.

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
 from valkyrie.models.sites import Site
@@ -51,11 +52,11 @@ class Adversary(Stochastic):
   """
 
   scope: str = 'all'
-  sets: int = 1
-  ascents: int = 2
+  sets: PositiveInt = 1
+  ascents: NonNegativeInt = 2
   persistent: bool = True
-  rate: float = 0.01
-  warmup_steps: int = 0
+  rate: PositiveFloat = 0.01
+  warmup_steps: NonNegativeInt = 0
 
   adversarial: ClassVar[bool] = True
 

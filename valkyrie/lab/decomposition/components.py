@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import PositiveInt, checked
 from valkyrie.data.feed import prefetch
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
@@ -44,14 +44,15 @@ _LEAST_BITS = 0.1  # of information about this activity
 
 @may_change_on_resume()
 @gin.configurable
+@checked
 def components(
   model_dir: str,
   *,
   evaluator: Callable[..., Evaluator],
   settings: Callable[[], StepSettings],
   step: str = LATEST,
-  shown: int = 20,
-  windows: int = 6,
+  shown: PositiveInt = 20,
+  windows: PositiveInt = 6,
 ) -> None:
   """Writes a page about the components of a run's checkpoint, on one device.
 
@@ -66,7 +67,6 @@ def components(
   Raises:
     ConfigurationError: there is no such step, or the run decomposes nothing.
   """
-  ranges.check('components', shown=shown, windows=windows)
   step_settings = settings()
   scores = _component_scores(step_settings)
   layout = Partitioner((('data', 1),), (), (), manual=True)

@@ -16,8 +16,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import Fraction, NonNegativeInt, PositiveFloat, Seed, check_fields
 from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.adversary import Adversary, Sources
 from valkyrie.lab.decomposition.importance import Importance
@@ -81,19 +81,19 @@ class ComponentScores(Term):
     ascents, rate: steps of the attack by signs, whose sources all tokens of a chunk share.
   """
 
-  seed: int
+  seed: Seed
   importance: Callable[[], Importance]
   memory: str
-  threshold: float = 0.1
-  attacked_tokens: int = 1024
-  ascents: int = 20
-  rate: float = 0.1
+  threshold: Fraction = 0.1
+  attacked_tokens: NonNegativeInt = 1024
+  ascents: NonNegativeInt = 20
+  rate: PositiveFloat = 0.1
 
   name: ClassVar[str] = 'decomposition'
   activations: ClassVar[Sequence[str]] = (SITES,)
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
   def extended(self, model: Model) -> Model:
     """See `with_memory`."""

@@ -15,7 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import Parameter
@@ -85,10 +85,10 @@ class _Nets:
     width: h, the width of the hidden layer.
   """
 
-  width: int = 16
+  width: PositiveInt = 16
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
 
   def _shapes(self, site: Site) -> dict[str, tuple[tuple[int, ...], float]]:
     """{name: (shape, standard deviation)} of the parameters of a site."""
@@ -227,11 +227,11 @@ class Blocks:
     pattern: classes of its blocks (`@importance/Block` in gin), one for each layer.
   """
 
-  width: int
+  width: PositiveInt
   pattern: Sequence[Callable[..., Block]]
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
     if not self.pattern:
       raise ConfigurationError(
         'Blocks.pattern is empty. Name at least one block, such as (@importance/Block,).'

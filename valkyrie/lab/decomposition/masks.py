@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import gin
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
+from valkyrie.config.ranges import Fraction, NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition import draws
 from valkyrie.models.declarations import Masks
@@ -43,16 +43,16 @@ class Stochastic:
       from 0 to 1.
   """
 
-  coefficient: float = 1.0
+  coefficient: NonNegativeFloat = 1.0
   live: str = 'all'
-  groups: int = 4
-  source: float | None = None
+  groups: PositiveInt = 4
+  source: Fraction | None = None
 
   adversarial: ClassVar[bool] = False
 
   def __post_init__(self):
     check_choice(f'{type(self).__name__}.live', self.live, LIVE)
-    ranges.check_fields(self)
+    check_fields(self)
 
   def passes(self, sites: Mapping[str, Site]) -> list[list[tuple[str, int]]]:
     """The sites (path, layer) that are live in each pass."""

@@ -21,8 +21,16 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.config import ranges
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import (
+  Limit,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveFloat,
+  PositiveInt,
+  Seed,
+  check_fields,
+)
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition.adversary import Adversary, Attack
 from valkyrie.lab.decomposition.chunk_losses import (
@@ -75,27 +83,27 @@ class Decomposition(GradientTerm):
     clip_norm: the largest norm of the components' gradient.
   """
 
-  seed: int
-  train_steps: int
+  seed: Seed
+  train_steps: PositiveInt
   importance: Callable[[], Importance] = PerComponent
   reconstruction: Sequence[Callable[[], Stochastic]] = (Stochastic,)
-  minimality: float = 1e-3
-  exponent: float = 2.0
-  last_exponent: float = 0.4
+  minimality: NonNegativeFloat = 1e-3
+  exponent: NonNegativeFloat = 2.0
+  last_exponent: NonNegativeFloat = 0.4
   smooth: bool = False
-  frequency: float = 0.0
-  reference_tokens: int = 1
-  faithfulness: float = 1.0
-  faithful_steps: int = 200
-  faithful_rate: float = 1e-3
+  frequency: NonNegativeFloat = 0.0
+  reference_tokens: PositiveInt = 1
+  faithfulness: NonNegativeFloat = 1.0
+  faithful_steps: NonNegativeInt = 200
+  faithful_rate: PositiveFloat = 1e-3
   memory: str = 'own'
-  clip_norm: float = 0.01
+  clip_norm: Limit = 0.01
 
   name: ClassVar[str] = NAME
   activations: ClassVar[Sequence[str]] = (SITES,)
 
   def __post_init__(self):
-    ranges.check_fields(self)
+    check_fields(self)
     check_choice('Decomposition.memory', self.memory, ('own', 'clean'))
     if not self.reconstruction:
       raise ConfigurationError(

@@ -15,6 +15,7 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.ranges import Fraction, PositiveInt, Seed
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, DataError, check_choice, converted
 from valkyrie.inference.loaded import LoadedModel
@@ -50,14 +51,14 @@ def long_context(
   step: str = LATEST,
   *,
   opened: Callable[..., LoadedModel],
-  seed: int,
+  seed: Seed,
   suites: Sequence[str] | None = None,
-  lengths: Sequence[int] = (4096, 16384, 65536),
-  depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-  samples: int = 4,
+  lengths: Sequence[PositiveInt] = (4096, 16384, 65536),
+  depths: Sequence[Fraction] = (0.0, 0.25, 0.5, 0.75, 1.0),
+  samples: PositiveInt = 4,
   cuts: Sequence[str] = (),
   text: str | None = None,
-  batch_size: int = 4,
+  batch_size: PositiveInt = 4,
 ) -> None:
   """Asks a run's checkpoint about long contexts; prints and writes the share of right answers.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import NonNegativeInt
 from valkyrie.models import slices
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import WindowAttention
@@ -183,7 +184,7 @@ class BidirectionalLongformer(WindowAttention):
       documents' starts. None means `document_start`, the start of one document.
   """
 
-  max_global_tokens: int | None = None
+  max_global_tokens: NonNegativeInt | None = None
 
   causal: ClassVar[bool] = False
 

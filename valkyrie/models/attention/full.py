@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention import kernels, softmax
 from valkyrie.models.attention.longformer import LongformerAttention
@@ -34,11 +35,11 @@ class FullAttention(LongformerAttention):
     carried: whether keys pass from chunk to chunk.
   """
 
-  window: int = dataclasses.field(init=False)
+  window: PositiveInt = dataclasses.field(init=False)
   dilations: None = dataclasses.field(init=False, default=None)
-  document_start: int = dataclasses.field(init=False, default=0)
-  registers: int = dataclasses.field(init=False, default=0)
-  max_context: int = dataclasses.field(kw_only=True)
+  document_start: NonNegativeInt = dataclasses.field(init=False, default=0)
+  registers: NonNegativeInt = dataclasses.field(init=False, default=0)
+  max_context: PositiveInt = dataclasses.field(kw_only=True)
   carried: bool = True
 
   sequence_parallel: ClassVar[bool] = False

@@ -8,6 +8,7 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
@@ -38,14 +39,14 @@ class WindowAttention(Module):
       scale, as in Qwen3 (Henry et al. 2020; Dehghani et al. 2023, section 2).
   """
 
-  heads: int
-  head_width: int
-  window: int
-  kv_heads: int | None = None
-  dilations: Sequence[int] | None = None
-  document_start: int = 0
-  slice_size: int = 128
-  dropout: float = 0.0
+  heads: PositiveInt
+  head_width: PositiveInt
+  window: PositiveInt
+  kv_heads: PositiveInt | None = None
+  dilations: Sequence[PositiveInt] | None = None
+  document_start: NonNegativeInt = 0
+  slice_size: PositiveInt = 128
+  dropout: ProperFraction = 0.0
   rotary: Callable[[], Rotary] = Rotary
   query_key_norm: bool = False
 
@@ -107,7 +108,7 @@ class LongformerAttention(WindowAttention):
       the run if none does; 'interpret' is for tests, on any device; None uses none.
   """
 
-  registers: int = 0
+  registers: NonNegativeInt = 0
   kernels: str | None = None
 
   causal: ClassVar[bool] = True

@@ -10,6 +10,7 @@ import gin
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import Factor, NonNegativeFloat, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import wide
 from valkyrie.types import Array
@@ -30,11 +31,11 @@ class Rotary:
       factor, those that turn `high_turns` times or more by none.
   """
 
-  base: float = 10_000.0
-  factor: float = 1.0
-  original_context: int = 8192
-  low_turns: float = 1.0
-  high_turns: float = 4.0
+  base: PositiveFloat = 10_000.0
+  factor: Factor = 1.0
+  original_context: PositiveInt = 8192
+  low_turns: NonNegativeFloat = 1.0
+  high_turns: NonNegativeFloat = 4.0
 
   def __post_init__(self):
     if self.base <= 1 or self.factor < 1 or not 0 < self.low_turns < self.high_turns:

@@ -12,6 +12,7 @@ import dataclasses
 import gin
 import jax
 
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import check_choice
 from valkyrie.models.layers import Module, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
@@ -33,8 +34,8 @@ class GatedRecurrence(Module):
   """
 
   recurrence: Callable[[], SequenceMixer]
-  width: int
-  taps: int = 4
+  width: PositiveInt
+  taps: PositiveInt = 4
   activation: str = 'linear'
 
   def __post_init__(self):

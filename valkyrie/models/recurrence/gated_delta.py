@@ -31,6 +31,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import slices
 from valkyrie.models.layers import RMSNorm, products, project, projections, wide
@@ -64,8 +65,8 @@ class GatedDeltaNet(DecayingHeads):
       2411.12537).
   """
 
-  key_width: int
-  value_width: int
+  key_width: PositiveInt
+  value_width: PositiveInt
   write_gate: str = 'sigmoid'
 
   def __post_init__(self):

@@ -21,6 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import PositiveInt
 from valkyrie.models.layers import RMSNorm, parameter, project, wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.sharded_scan import Piece, then
@@ -40,8 +41,8 @@ class Mamba2(DecayingHeads):
     state_size: P, rows of a head's state; all heads share B and C.
   """
 
-  head_width: int = 64
-  state_size: int = 128
+  head_width: PositiveInt = 64
+  state_size: PositiveInt = 128
 
   def __post_init__(self):
     super().__post_init__()

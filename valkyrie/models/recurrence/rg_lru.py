@@ -17,6 +17,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.layers import Module, parameter, wide
 from valkyrie.models.recurrence import scan, sharded_scan
@@ -45,10 +46,10 @@ class RGLRU(Module):
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
   """
 
-  width: int
-  heads: int
-  shortest: float = -2 / math.log(0.9)
-  horizon: float = -2 / math.log(0.999)
+  width: PositiveInt
+  heads: PositiveInt
+  shortest: PositiveFloat = -2 / math.log(0.9)
+  horizon: PositiveFloat = -2 / math.log(0.999)
   spread: str = 'decay'
   scan_form: str | None = None
 

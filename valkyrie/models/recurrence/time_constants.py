@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import Factor, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import Module, parameter, wide
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
@@ -29,13 +30,13 @@ class DecayingHeads(Module):
       at 1, all lie between `shortest` and `horizon`.
   """
 
-  heads: int
+  heads: PositiveInt
   _: dataclasses.KW_ONLY
-  taps: int = 4
-  slice_size: int = 64
-  shortest: float = 10.0
-  horizon: float = 1000.0
-  largest_rate: float = 16.0
+  taps: PositiveInt = 4
+  slice_size: PositiveInt = 64
+  shortest: PositiveFloat = 10.0
+  horizon: PositiveFloat = 1000.0
+  largest_rate: Factor = 16.0
 
   causal = True
   sequence_parallel = True

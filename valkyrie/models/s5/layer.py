@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import PositiveFloat, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.layers import Matrix, Module, dropout, parameter, products, projections, wide
 from valkyrie.models.recurrence import scan
@@ -85,18 +86,18 @@ class S5(Module):
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
   """
 
-  state_size: int
-  hippo_blocks: int = 1
+  state_size: PositiveInt
+  hippo_blocks: PositiveInt = 1
   conj_sym: bool = True
   discretization: str = 'zoh'
-  horizon: float = 2000.0
-  shortest: float = 20.0
+  horizon: PositiveFloat = 2000.0
+  shortest: PositiveFloat = 20.0
   selective: bool = False
-  step_rescale: float = 1.0
+  step_rescale: PositiveFloat = 1.0
   clip_eigenvalues: bool = False
   output_init: str = 'trunc_standard_normal'
   activation: str = 'gelu'
-  dropout: float = 0.0
+  dropout: ProperFraction = 0.0
   bidirectional: bool = False
   scan_form: str | None = None
 
