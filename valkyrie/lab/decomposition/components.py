@@ -83,7 +83,7 @@ def components(
   whole_file.write(path, text.encode(errors='replace'))
   count = sum(len(site.components) for site in sites)
   alive = sum(site.alive for site in sites)
-  print(f'{path} shows {count:,} of the {alive:,} components that are alive')
+  print(f'{path}: {count:,} of the {alive:,} components that are alive')
 
 
 def _component_scores(settings: StepSettings) -> ComponentScores:
