@@ -400,7 +400,7 @@ import pathlib
 from valkyrie.monitoring import pictures
 found = {{'loss_by_position/1': 2.0, 'loss_by_position/2': 1.0}}
 pictures.write_loss_by_position(pathlib.Path({str(tmp_path)!r}), {{'validation': found}})
-assert '<svg' in pictures.figure('loss', 'step', '', [pictures.Curve('mine', [(1, 2.0)])])
+assert '<img' in pictures.figure('loss', 'step', '', [pictures.Curve('mine', [(1, 2.0)])])
 """
   world = {name: value.replace('/FOLDER', str(tmp_path)) for name, value in world.items()}
   environment = {**os.environ, 'PATH': '', 'MPLCONFIGDIR': str(tmp_path), **world}

@@ -181,8 +181,8 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
       split = 'the whole validation split' if 'quick_loss' in line else 'validation'
       assert (f'step {step}, {split}: ' + ', '.join(describe(line)) in log) or line is last
   page = html_report._results([recorded_run.read_run(model_dir)])
-  for name in ('loss', 'bits_per_byte', 'accuracy'):
-    assert f'<td>{name}</td><td class="number">{last[name]:,.4g}</td>' in page
+  for title, name in html_report._OF_VALIDATION:
+    assert f'<td>{title}</td><td class="number">{last[name]:,.4g}</td>' in page
   for said in (
     'no checkpoint found in ',
     'float32, remat_policy None, learning rate x 1',

@@ -4,6 +4,7 @@ matplotlib takes a second to import, so this happens where a picture is drawn. F
 without pyplot, in any thread.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import html
@@ -21,18 +22,14 @@ from valkyrie.errors import ValkyrieError
 from valkyrie.monitoring.metrics import BY_POSITION, Metrics
 from valkyrie.storage import whole_file
 
-COLORS = ('#1f5fa8', '#d1622b', '#2f8f4e', '#8a4fa3')  # of the losses by position
+# Of curves, on a white and on a black ground.
+COLORS = ('#2f74c0', '#d1622b', '#2f8f4e', '#9a5fb5', '#9a7400', '#00868f')
 MAP = 'Blues'  # the colors of scores
 _WITH_CONTEXT = 16  # from this position on, a token has some context
 _LEAST = 0.1  # nats that the axis of losses covers at least
 _DPI = 100
 _MOST_POINTS = 400  # points of a curve of a page; more are averaged
-_PAGE_COLORS = 6  # --c0 to --c5 in the style of the page
-# The colors in which the curves of a page are drawn; each becomes a variable of its style.
-_VARIABLES = {f'#00000{n + 1}': f'var(--c{n})' for n in range(_PAGE_COLORS)}
-_VARIABLES['#00000a'] = 'var(--line)'
-# Styles that would apply to the whole page, names that would repeat in it, fonts that it chooses.
-_NOT_OF_A_PAGE = r'<style[^<]*</style>|(?<=<g) id="[^"]*"|font-family: [^;]*; '
+_GRAY = '#808080'  # of the axes of a page, in its light and its dark style
 _UNITS = ((1e3, 'k'), (1e6, 'M'), (1e9, 'G'), (1e12, 'T'), (1e15, 'P'))
 _LARGEST = 1e39  # no float32 is larger, and sums and axes of float64 overflow far above
 _DASHES = ('-', '--', ':')  # so that curves differ in more than color
@@ -173,24 +170,20 @@ def figure(
 ) -> str:
   """A figure of a page, with its caption; '' if no curve has a point.
 
-  `logarithmic` is an axis, 'x' or 'y'. The colors are variables of the page's style.
+  `logarithmic` is an axis, 'x' or 'y'.
   """
-  import matplotlib as mpl  # noqa: PLC0415
-  from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
-
   drawn = [(number, curve) for number, curve in enumerate(curves) if curve.points]
   if not drawn:
     return ''
-  _, axes = _canvas(5.6, 3.2)
+  canvas, axes = _canvas(5.6, 3.2)
   legend = []
-  colors = list(_VARIABLES)
   for number, curve in drawn:
     xs, ys = zip(*_thinned(curve.points), strict=True)
-    color = colors[number % _PAGE_COLORS]
-    dashes = _DASHES[number // _PAGE_COLORS % len(_DASHES)]
+    color = COLORS[number % len(COLORS)]
+    dashes = _DASHES[number // len(COLORS) % len(_DASHES)]
     axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
     name = f'{html.escape(curve.name)} {short(curve.points[-1][1])}'
-    legend.append(f'<span style="color: {_VARIABLES[color]}">{name}</span>')
+    legend.append(f'<span style="color: {color}">{name}</span>')
   if logarithmic == 'x':
     axes.set_xscale('log', base=2)
   if logarithmic == 'y':
@@ -198,29 +191,20 @@ def figure(
     axes.minorticks_off()
   axes.xaxis.set_major_formatter(lambda x, _: short(x))
   axes.yaxis.set_major_formatter(lambda y, _: short(y))
-  axes.grid(axis='y', color=colors[-1])
+  axes.grid(axis='y', color=_GRAY, alpha=0.4)
   axes.spines[:].set_visible(False)
-  axes.patch.set_visible(False)
-  axes.figure.patch.set_visible(False)
-  axes.tick_params(length=0)
-  axes.set_xlabel(x_name)
-  file = io.StringIO()
-  no_metadata = dict.fromkeys(('Creator', 'Date', 'Format', 'Type'))
-  with mpl.rc_context({'svg.fonttype': 'none'}):  # texts in the font and the color of the page
-    FigureCanvasSVG(axes.figure).print_svg(file, metadata=no_metadata)
-  # The content of the <svg>, with its end, and with the colors of the page.
-  _, _, element = file.getvalue().partition('<svg')
-  _, _, content = element.partition('>')
-  svg = re.sub(_NOT_OF_A_PAGE, '', content)
-  svg = re.sub('|'.join(_VARIABLES), lambda color: _VARIABLES[color[0]], svg)
+  axes.tick_params(length=0, labelcolor=_GRAY)
+  axes.set_xlabel(x_name, color=_GRAY)
+  file = io.BytesIO()
+  canvas.figure.savefig(file, format='svg', transparent=True)
+  picture = base64.b64encode(file.getvalue()).decode()
   title = html.escape(title)
   caption = f'<strong>{title}</strong>'
   if y_name:
     caption += f', {html.escape(y_name)}'
   return (
     f'<figure>\n<figcaption>{caption}: at the end {", ".join(legend)}'
-    f'</figcaption>\n<svg viewBox="0 0 403.2 230.4" role="img" aria-label="{title}">'
-    f'{svg}\n</figure>'
+    f'</figcaption>\n<img alt="{title}" src="data:image/svg+xml;base64,{picture}">\n</figure>'
   )
 
 

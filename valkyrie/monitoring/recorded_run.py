@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 import os
 import pathlib
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,6 @@ from valkyrie.monitoring.pictures import can_be_drawn
 
 # What training until a line has cost: (field, its unit).
 COSTS = (('tokens', 'tokens'), ('seconds', 'seconds of training'), ('flops', 'FLOPs of the model'))
-# The bindings that say which texts a run reads; the scope of a binding may name a split.
-_TEXTS = re.compile(r'(.*/)?(TaskFeed\.(task|source|options|split|unique)|\w*Mixture\.\w+)')
 Line = dict[str, Any]
 
 
@@ -46,21 +43,6 @@ class Run(NamedTuple):
   def tokens(self) -> tuple:
     """What the losses of two runs must share."""
     return self.tokenizer, self.data
-
-  def texts(self, split: str) -> dict[str, Any]:
-    """The bindings that say which texts the run reads for 'train' or for 'validation'."""
-    other = {'train': 'validation/', 'validation': 'train/'}[split]
-    return {
-      name: value
-      for name, value in self.bindings.items()
-      if _TEXTS.fullmatch(name) and not name.startswith(other)
-    }
-
-  def has_validation_text_of(self, other: 'Run') -> bool:
-    """Whether bits per byte of both can be compared: the validation texts are the same."""
-    if self.tokenizer == other.tokenizer:
-      return self.data == other.data
-    return self.texts('validation') == other.texts('validation')
 
 
 def read_run(model_dir: str | os.PathLike) -> Run:

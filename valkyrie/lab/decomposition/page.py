@@ -16,7 +16,7 @@ _LEVELS = 10  # colors for importances
 _FLOOR = 1e-9  # the smallest mean on a logarithmic axis
 _OPEN = 3  # components of a site that are unfolded
 _STYLE = """
-:root { --heat: 217, 95, 14; --soft: rgba(127, 127, 127, .12); } a { color: var(--c0); }
+:root { --heat: 217, 95, 14; --soft: rgba(127, 127, 127, .12); }
 section { border-top: 1px solid var(--line); margin-top: 2.5rem; }
 nav, summary, dd { display: flex; flex-wrap: wrap; gap: .2rem 1rem; align-items: center; }
 dd { margin: 0; }
@@ -34,7 +34,7 @@ code { border-radius: .2rem; padding: 0 .3rem; white-space: pre; }
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); }
 .text { margin: 0; padding-left: .6rem; border-left: 3px solid var(--line);
   white-space: pre-wrap; overflow-wrap: anywhere; }
-i { font-style: normal; padding: .1rem 0; } i.peak { box-shadow: inset 0 -2px 0 var(--text); }
+i { font-style: normal; padding: .1rem 0; } i.peak { box-shadow: inset 0 -2px 0 currentColor; }
 """ + ''.join(
   f'.h{n} {{ background: rgba(var(--heat), {0.8 * n / _LEVELS:.2f}); }}\n'
   for n in range(1, _LEVELS + 1)
