@@ -19,7 +19,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.models.layers import matmul
+from valkyrie.models.precision import matmul
 from valkyrie.types import Array
 
 

@@ -32,7 +32,9 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import slices
-from valkyrie.models.layers import Module, RMSNorm, parameter, products, project, projections, wide
+from valkyrie.models.layers import Module, RMSNorm, parameter, project, projections
+from valkyrie.models.matrices import products
+from valkyrie.models.precision import wide
 from valkyrie.types import POSITION_PERIOD, Array, DType
 
 

@@ -37,8 +37,8 @@ from valkyrie.errors import DataError, ValkyrieError
 from valkyrie.lab.decomposition import importance
 from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
-from valkyrie.models.declarations import Masks
 from valkyrie.models.layers import parameter, project
+from valkyrie.models.matrices import Masks
 from valkyrie.models.model import created
 from valkyrie.models.sites import Site, Sites, U, V, sites_of
 from valkyrie.types import Array, Params

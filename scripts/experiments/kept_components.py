@@ -20,8 +20,8 @@ from valkyrie.config.load import load_gin
 from valkyrie.data.feed import prefetch
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.models import language_model
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
+from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import sites_of
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner

@@ -35,8 +35,8 @@ from valkyrie.lab.decomposition.page import (
   page,
   pieces,
 )  # fmt: skip
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
+from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Sites, sites_of
 from valkyrie.run.configuration_files import write_configuration
 from valkyrie.run.evaluator import Evaluator, chunk_scores

@@ -17,8 +17,8 @@ from valkyrie.lab.decomposition.adversary import Adversary
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
 from valkyrie.lab.decomposition.objective import Decomposition
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
+from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Sites, sites_of
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase

@@ -12,10 +12,9 @@ from safetensors.numpy import save_file
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.declarations import Adapted
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.models.layers import products
 from valkyrie.models.lora import Lora
+from valkyrie.models.matrices import Adapted, products
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Group, Optimizer
 from valkyrie.training.train_state import initial_state

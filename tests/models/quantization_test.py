@@ -16,8 +16,9 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.certificates import collectives, hlo
-from valkyrie.models.layers import products, projections
+from valkyrie.models.layers import projections
 from valkyrie.models.lora import Lora
+from valkyrie.models.matrices import products
 from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
 from valkyrie.sharding import ambient

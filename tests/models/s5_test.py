@@ -12,6 +12,7 @@ import pytest
 import s5_reference
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.matrices import Matrix
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.s5 import init, state_space
@@ -278,8 +279,8 @@ def test_dtypes_under_bfloat16():
   p = params['s5']
   system = state_space.StateSpace(
     Complex(p['lambda_re'], p['lambda_im']),
-    Complex(*p['b']),
-    Complex(*p['c']),
+    Matrix(p['b']),
+    Matrix(p['c']),
     p['d'],
     p['log_step'],
   )

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES
+from valkyrie.models.matrices import Masks
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2

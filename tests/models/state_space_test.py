@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import s5_reference
 
+from valkyrie.models.matrices import Matrix
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.s5 import state_space
@@ -46,6 +47,8 @@ def pair(x):
 
 def of_arrays(system):
   parts = {name: pair(x) if np.iscomplexobj(x) else jnp.asarray(x) for name, x in system.items()}
+  parts['b'] = Matrix(parts['b'])
+  parts['c'] = Matrix(parts['c'])
   return StateSpace(**parts)
 
 

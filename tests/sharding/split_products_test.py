@@ -13,8 +13,8 @@ from valkyrie.lab.certificates.collectives import mesh_axes
 from valkyrie.models import language_model
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Adapted
-from valkyrie.models.layers import matmul, products
+from valkyrie.models.matrices import Adapted, products
+from valkyrie.models.precision import matmul
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.sharding.split_products import split_product

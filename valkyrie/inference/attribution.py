@@ -23,7 +23,7 @@ import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.inference.reader import Reader, TextCarry, check_finite
-from valkyrie.models.layers import wide
+from valkyrie.models.precision import wide
 from valkyrie.monitoring import pictures
 from valkyrie.training.losses import logits
 from valkyrie.training.tbptt import floats_of

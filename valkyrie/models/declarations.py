@@ -16,56 +16,18 @@ FIRST_CARRY = 'first_carry'  # the first axis of a state that is learned, which 
 class Declared:
   """A Haiku initializer, through which Haiku's getters and creators see a declaration.
 
-  `matrix` gives the matrix [D_in, D_out] by which a parameter multiplies activations, if its uses
-  go through `layers.behind`.
+  `matrix` makes of a parameter the matrix [D_in, D_out] by which it multiplies activations, if its
+  module takes every kind of `matrices.Matrix`.
   """
 
   init: Callable  # gives the first values, in float32
   axes: Axes  # the logical axis of each dimension; None is never split
   cast: DType | None  # the dtype to which every use casts it; None if it is used in float32
-  in_products: bool = False  # only `layers.products` uses it, which takes an `Adapted` matrix, too
+  in_products: bool = False  # it is multiplied only by `matrices.products`
   matrix: Callable[[Array], Array] | None = None
 
   def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
     return self.init(shape, jnp.float32).astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapted:
-  """A matrix W + A B, kept apart: a small A B would vanish in the rounding of their sum."""
-
-  whole: Array
-  down: Array
-  up: Array
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of W, which Haiku compares with what was asked for."""
-    return self.whole.shape
-
-
-class Masks(NamedTuple):
-  """Of the tokens of a site."""
-
-  components: Array  # m [..., C]
-  delta: Array  # d [...]
-  route: Array  # q [...], bool: where false, the matrix is as it was
-
-
-@dataclasses.dataclass(frozen=True)
-class Decomposed:
-  """A site: the matrix as stored, its factors, its masks if it is live, and who gets its inputs."""
-
-  whole: Array
-  v: Array
-  u: Array
-  masks: Masks | None
-  note: Callable[[Array], None]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of the matrix as stored, see `Adapted`."""
-    return self.whole.shape
 
 
 def stored_as(dtype: DType) -> Callable:

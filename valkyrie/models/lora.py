@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.models.declarations import Adapted, Declared
+from valkyrie.models.declarations import Declared
 from valkyrie.models.layers import parameter
+from valkyrie.models.matrices import Adapted
 from valkyrie.types import Array
 
 A, B = '_lora_a', '_lora_b'  # end the names of the halves

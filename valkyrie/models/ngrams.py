@@ -14,7 +14,8 @@ import haiku as hk
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt, Range
-from valkyrie.models.layers import Module, parameter, products, projections
+from valkyrie.models.layers import Module, parameter, projections
+from valkyrie.models.matrices import products
 from valkyrie.models.recurrence.convolution import Tail, lagged
 from valkyrie.models.tables import rows_of
 from valkyrie.types import Array, DType

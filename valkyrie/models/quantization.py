@@ -19,12 +19,15 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.declarations import Declared
+from valkyrie.models.matrices import Matrix
+from valkyrie.models.precision import wide
 from valkyrie.sharding import ambient, layer_weights, messages
 from valkyrie.sharding.mesh import platform
-from valkyrie.types import Array, DType
+from valkyrie.types import Array, Axes, DType
 
 # The largest number of each. Sums of int8 in int32 are exact up to 133,152 features. E4M3 serves in
 # all passes, as in DeepSeek-AI 2024 (section 3.3.2).
@@ -32,13 +35,21 @@ _LARGEST = {'int8': 127, 'float8_e4m3fn': 448}
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
-  """A matrix of this shape in 8 bits, scales [1, D_out]; only the gradient needs it `whole`."""
+class Quantized(Matrix):
+  """A matrix in 8 bits; only the gradient needs it `whole`."""
 
-  shape: Sequence[int]
-  whole: Array
-  w8: Array
-  scale: Array
+  w8: Array  # [D_in, D_out]
+  scale: Array  # [1, D_out]
+
+  @classmethod
+  def multiply(
+    cls, x: Array, groups: Sequence[Sequence[Any]], axes: Axes, dtype: DType
+  ) -> list[Array]:
+    """See `Matrix.multiply`; no layout splits these products."""
+    matrices = [w for group in groups for w in group]
+    y = product(x, matrices, dtype)
+    widths = [sum(w.shape[1] for w in group) for group in groups]
+    return jnp.split(y, np.cumsum(widths)[:-1], axis=-1)
 
 
 @gin.configurable
@@ -63,28 +74,33 @@ class Quantization:
 
   def getter(self, following: Callable, part: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter of `Quantized`; it precedes `layer_weights.getter`, which gathers the rest."""
-    of = context.original_init
-    shape = context.original_shape
-    over = ambient.current().weights
-    named = re.search(r'(attention|mlp)(_\d+)?$', context.module_name)
-    if not (named and isinstance(of, Declared) and of.in_products):
+    declared = context.original_init
+    is_named = re.search(r'(attention|mlp)(_\d+)?$', context.module_name) is not None
+    if not (is_named and isinstance(declared, Declared) and declared.in_products):
       return following(part)
-    own = part.astype(of.cast)  # first, so that all layouts round the same numbers
-    split = next((n for n, size in enumerate(shape) if part.shape[n] < size), None)
-    w8, scale = _rounded(lax.stop_gradient(own), 0, self.dtype, over if split == 0 else ())
+    mesh_axes = ambient.current().weights
+    split = layer_weights.split_dimension(part, context.original_shape)
+    cast = part.astype(declared.cast)  # first, so that all layouts round the same numbers
+    # Devices that hold parts of one column share its scale.
+    sharing = mesh_axes if split == 0 else ()
+    w8, scale = _rounded(lax.stop_gradient(cast), 0, self.dtype, sharing)
+    whole = cast
     if split is not None:
-      w8 = messages.all_gather(w8, over, split)
-      scale = messages.all_gather(scale, over, 1) if split == 1 else scale
+      w8 = messages.all_gather(w8, mesh_axes, split)
       sent = jnp.bfloat16 if self.bfloat16_gradients else None
-      own = layer_weights.gather(part, over, split, of.cast, sent)
-    return Quantized(shape, own, *(checkpoint_name(value, 'weights') for value in (w8, scale)))
+      whole = layer_weights.gather(part, mesh_axes, split, declared.cast, sent)
+    if split == 1:
+      scale = messages.all_gather(scale, mesh_axes, 1)
+    w8 = checkpoint_name(w8, 'weights')
+    return Quantized(whole, w8, checkpoint_name(scale, 'weights'))
 
 
 def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
   """x [..., D_in] @ the weights [D_in, D_out], side by side -> [..., the sum of D_out]."""
-  parts = ([getattr(w, name) for w in weights] for name in ('whole', 'w8', 'scale'))
-  joined = (jnp.concatenate(part, axis=1) for part in parts)
-  y = _product(out_dtype, x.reshape(-1, x.shape[-1]), *joined)
+  whole = jnp.concatenate([w.whole for w in weights], axis=1)
+  w8 = jnp.concatenate([w.w8 for w in weights], axis=1)
+  scale = jnp.concatenate([w.scale for w in weights], axis=1)
+  y = _product(out_dtype, x.reshape(-1, x.shape[-1]), whole, w8, scale)
   return checkpoint_name(y, 'product').reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -105,16 +121,19 @@ _product.defvjp(_forward, _backward)
 def _by_rows(x, w8, summed):
   """The sums over this dimension of w8, with x in its dtype and a scale for each row; wide."""
   x8, scale = _rounded(x, 1, w8.dtype.name)
-  of_sums = jnp.int32 if w8.dtype == jnp.int8 else scale.dtype
-  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=of_sums)
+  sum_dtype = jnp.int32 if w8.dtype == jnp.int8 else scale.dtype
+  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=sum_dtype)
   return sums.astype(scale.dtype) * scale
 
 
-def _rounded(x, axis, dtype, over=()):
-  """x in 8 bits, and its wide scale along an axis that devices `over` mesh axes may share."""
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  largest = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), 1e-30)
-  largest = lax.pmax(largest, over) if over else largest
-  x8 = wide * (_LARGEST[dtype] / largest)
+def _rounded(x, axis, dtype, sharing=()):
+  """x in 8 bits, and its wide scale along an axis, which devices along mesh axes may share."""
+  x = x.astype(wide(x.dtype))
+  largest = jnp.maximum(jnp.max(jnp.abs(x), axis, keepdims=True), 1e-30)
+  if sharing:
+    largest = lax.pmax(largest, sharing)
+  scaled = x * (_LARGEST[dtype] / largest)
   scale = largest / _LARGEST[dtype]
-  return (jnp.round(x8) if dtype == 'int8' else x8).astype(dtype), scale
+  if dtype == 'int8':
+    scaled = jnp.round(scaled)
+  return scaled.astype(dtype), scale

@@ -5,7 +5,7 @@ V [d_in, C] and U [C, d_out]. Without masks it computes x W, bit for bit. With m
 
     y = where(route, ((x V) ∘ m) U + d (x W - (x V) U), x W)
 
-(Bushnaq, Braun & Sharkey 2025, arXiv 2506.20790, section 3). `layers.behind` is the one place.
+(Bushnaq, Braun & Sharkey 2025, arXiv 2506.20790, section 3). `matrices.Decomposed` computes it.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, regular_expression
-from valkyrie.models.declarations import Declared, Decomposed, Masks, Parameters
-from valkyrie.models.layers import component_axis, parameter
+from valkyrie.models.declarations import Declared, Parameters
+from valkyrie.models.layers import parameter
+from valkyrie.models.matrices import Decomposed, Masks, component_axis
 from valkyrie.types import Array, Params
 
 V, U = '_v', '_u'  # end the names of the factors
@@ -50,7 +51,7 @@ class Sites:
           )
 
   def getter(self, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]) -> Callable:
-    """A Haiku getter that gives `layers.behind` the sites; `inputs` gets what they multiply.
+    """A Haiku getter of the sites among the matrices; `inputs` gets what they multiply.
 
     Paths begin with `prefix`.
     """

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from valkyrie.models.layers import wide
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence import scan
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array

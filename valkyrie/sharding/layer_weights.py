@@ -27,11 +27,19 @@ def getter(following: Callable, part: Array, context: hk.GetterContext) -> Array
 
 
 def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
-  """The weight of a shape; a device holds a part of it, along at most one dimension."""
+  """The weight of this shape, of which a device holds a part."""
+  dimension = split_dimension(part, shape)
+  if dimension is None:
+    return part
+  return gather(part, ambient.current().weights, dimension, cast)
+
+
+def split_dimension(part: Array, shape: Sequence[int]) -> int | None:
+  """The one dimension along which a device holds a part of a weight; None if it holds all of it."""
   for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
     if held < size:
-      return gather(part, ambient.current().weights, dimension, cast)
-  return part
+      return dimension
+  return None
 
 
 def gather(

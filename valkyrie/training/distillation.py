@@ -20,8 +20,8 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import language_model
 from valkyrie.models.features import ACTIVATIONS
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
+from valkyrie.models.precision import wide
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Part, Start, Term
 from valkyrie.training.optimizers import Group

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from valkyrie.models import slices
 from valkyrie.models.features import Features
-from valkyrie.models.layers import matmul
+from valkyrie.models.precision import matmul
 from valkyrie.sharding import split_products
 from valkyrie.types import Array
 

@@ -22,8 +22,8 @@ from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.adversary import Adversary, Sources
 from valkyrie.lab.decomposition.importance import Importance
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked, smallest
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import SITES, Features
+from valkyrie.models.matrices import Masks
 from valkyrie.models.model import Model
 from valkyrie.models.sites import Site, sites_of
 from valkyrie.training.losses import divergences, token_scores

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import Fraction, NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition import draws
-from valkyrie.models.declarations import Masks
 from valkyrie.models.features import Features
+from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Site
 from valkyrie.training.objective import Chunk
 from valkyrie.types import Array, Carry

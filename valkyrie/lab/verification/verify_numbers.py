@@ -12,9 +12,9 @@ import numpy as np
 from valkyrie.errors import ConfigurationError, message_of
 from valkyrie.lab.verification.verify_forms import RUN, Form, refuse
 from valkyrie.models import language_model
-from valkyrie.models.layers import wide
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import mixed
+from valkyrie.models.precision import wide
 from valkyrie.monitoring import memory
 from valkyrie.monitoring.waiting import doing
 from valkyrie.sharding.partitioner import Partitioner

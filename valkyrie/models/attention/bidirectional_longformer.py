@@ -23,7 +23,8 @@ from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.attention.rotary import rotate
 from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
 from valkyrie.models.attention.windows import Queries, Windows, attend_windows
-from valkyrie.models.layers import project, wide
+from valkyrie.models.layers import project
+from valkyrie.models.precision import wide
 from valkyrie.types import Array, DType
 
 

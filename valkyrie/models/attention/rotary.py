@@ -12,7 +12,7 @@ import numpy as np
 
 from valkyrie.config.ranges import Factor, NonNegativeFloat, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import wide
+from valkyrie.models.precision import wide
 from valkyrie.types import Array
 
 

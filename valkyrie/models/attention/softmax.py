@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from valkyrie.models.layers import wide
+from valkyrie.models.precision import wide
 from valkyrie.types import Array
 
 MASKED = -1e30  # finite, so that a masked logit has a gradient of zero and not of NaN

@@ -34,7 +34,9 @@ import numpy as np
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import slices
-from valkyrie.models.layers import RMSNorm, products, project, projections, wide
+from valkyrie.models.layers import RMSNorm, project, projections
+from valkyrie.models.matrices import products
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.sharding import sequence_parallel

@@ -22,7 +22,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt
-from valkyrie.models.layers import RMSNorm, parameter, project, wide
+from valkyrie.models.layers import RMSNorm, parameter, project
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.sharded_scan import Piece, then
 from valkyrie.models.recurrence.time_constants import DecayingHeads

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import Module, parameter, wide
+from valkyrie.models.layers import Module, parameter
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus, root
 from valkyrie.types import Array, DType

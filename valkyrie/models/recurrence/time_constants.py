@@ -10,7 +10,8 @@ import numpy as np
 
 from valkyrie.config.ranges import Factor, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import Module, parameter, wide
+from valkyrie.models.layers import Module, parameter
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.types import Array, DType
 

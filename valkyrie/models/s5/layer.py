@@ -17,7 +17,9 @@ import numpy as np
 
 from valkyrie.config.ranges import PositiveFloat, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.layers import Matrix, Module, dropout, parameter, products, projections, wide
+from valkyrie.models.layers import Module, dropout, matrix, parameter, projections
+from valkyrie.models.matrices import Matrix, products
+from valkyrie.models.precision import wide
 from valkyrie.models.recurrence import scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
@@ -207,8 +209,8 @@ class S5(Module):
     columns = p if self.causal else 2 * p
     of_b = state_space.input_matrix
     of_c = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
-    b = parameter('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), matrix=of_b)
-    c = parameter('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), matrix=of_c)
+    b = matrix('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), form=of_b)
+    c = matrix('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), form=of_c)
     d = parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',))
     log_step = parameter('log_step', (p,), log_step_init, axes=state)
     return StateSpace(Complex(real_part, imaginary_part), b, c, d, log_step)

@@ -18,13 +18,13 @@ token, and 10^6 tokens to about 8% at any angle.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from valkyrie.models.declarations import Decomposed
-from valkyrie.models.layers import behind, matmul, whole, wide
+from valkyrie.models.matrices import Layout, Matrix, unchanged
+from valkyrie.models.precision import matmul, wide
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex, Number
 from valkyrie.models.recurrence.time_constants import root
@@ -36,8 +36,8 @@ class StateSpace(NamedTuple):
   """The learned continuous system x' = Λx + Bu, float32. P stored states, D channels."""
 
   eigenvalues: Complex  # Λ [P]
-  b: Any  # B [P, D]: `Complex`, or its parts [2, P, D], which may be a site of a decomposition
-  c: Any  # C [D, P] likewise, or [D, 2P] with a second, backward scan
+  b: Matrix  # of any kind; as stored, the real and the imaginary part of B [P, D]
+  c: Matrix  # the same of C [D, P], or of [D, 2P] with a second, backward scan
   d: Array  # D [D]
   log_step: Array  # log Δ [P]
 
@@ -147,44 +147,62 @@ def read(
     conj_sym: the conjugates of the states are implied: y_t = 2 Re(C x_t), else Re(C x_t).
     first: the state [P] before each document; None is zero.
   """
-  b, (growth, gain), dtype = Complex(*whole(system.b)), discrete, wide(u.dtype)
-  varies = growth.re.ndim > 1
-  if not varies:
-    b = _scaled(jax.tree.map(lambda part: part[:, None], gain), b)
+  growth, gain = discrete
+  inputs = _inputs(system.b, gain, u)
+  inputs = scan.begun(growth, inputs, first, starts.T)
+  states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
+  if ends is not None:
+    backwards = _scan_backwards(growth, inputs, initial, ends.T, form)
+    states = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), states, backwards)
+  y = _outputs(system.c, conj_sym, states.map(lambda part: part.astype(u.dtype)))
+  return y + system.d[None, None] * u.astype(y.dtype), after
+
+
+def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
+  """γ ∘ (B u_t) [T, B, P], float32, of the inputs u [B, T, D]."""
+  dtype = wide(u.dtype)
+  varies = jax.tree.leaves(gain)[0].ndim > 1
+  stored = Complex(*b.whole)
+  scale = unchanged
+  if not varies:  # γ multiplies the rows of B, and not all steps
+    stored = _scaled(jax.tree.map(lambda part: part[:, None], gain), stored)
+    scale = functools.partial(_scaled_pairs, gain)
 
   def drive(u, b):
     driven = matmul(jnp.swapaxes(u, 0, 1), input_matrix(b), dtype)
     return Complex(*jnp.split(driven, 2, -1))
 
-  inputs = split_product(drive, u, b, ('state', 'embed'), inputs=1, rows=(0, 1))
-  if isinstance(system.b, Decomposed):
-    with_gain = None if varies else functools.partial(_scaled_pairs, gain)
-    driven = behind(system.b, u, _rows_first(inputs), (None, None), with_gain)
-    inputs = Complex(*jnp.split(jnp.swapaxes(driven, 0, 1), 2, -1))
-  if varies:
-    inputs = _scaled(gain, inputs)
-  inputs = scan.begun(growth, inputs, first, starts.T)
-  states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
-  if ends is not None:
-    reverse = functools.partial(jnp.flip, axis=0)
-    backwards = scan.diagonal_scan(
-      growth.map(reverse) if varies else growth,
-      inputs.map(reverse),
-      initial.map(jnp.zeros_like),
-      reverse(ends.T),
-      form=form,
-    ).map(reverse)
-    states = Complex(*(jnp.concatenate(p, axis=-1) for p in zip(states, backwards, strict=True)))
+  def time_first(pairs):
+    return Complex(*jnp.split(jnp.swapaxes(pairs, 0, 1), 2, -1))
+
+  driven = split_product(drive, u, stored, ('state', 'embed'), inputs=1, rows=(0, 1))
+  layout = Layout(results=_rows_first, from_rows=time_first)
+  driven = b.adjust(u, driven, layout=layout, scale=scale)
+  return _scaled(gain, driven) if varies else driven
+
+
+def _scan_backwards(
+  growth: Complex, inputs: Complex, initial: Complex, ends: Array, form: str | None
+) -> Complex:
+  """The states [T, B, P] of the documents that are read from their ends, bool [T, B]."""
+  reverse = functools.partial(jnp.flip, axis=0)
+  if growth.re.ndim > 1:
+    growth = growth.map(reverse)
+  zero = initial.map(jnp.zeros_like)
+  states = scan.diagonal_scan(growth, inputs.map(reverse), zero, reverse(ends), form=form)
+  return states.map(reverse)
+
+
+def _outputs(c: Matrix, conj_sym: bool, states: Complex) -> Array:
+  """2 Re(C x_t), or Re(C x_t), of the states [T, B, P] -> float32 [B, T, D]."""
+  dtype = wide(states.re.dtype)
 
   def read_out(states, c):
     return matmul(_rows_first(states), output_matrix(c, conj_sym), dtype)
 
-  narrow = states.map(lambda part: part.astype(u.dtype))
-  c = Complex(*whole(system.c))
-  y = split_product(read_out, narrow, c, ('embed', 'state'), inputs=1, rows=(1, 0))
-  if isinstance(system.c, Decomposed):
-    y = behind(system.c, _rows_first(narrow), y, (None, None))
-  return y + system.d[None, None] * u.astype(dtype), after
+  stored = Complex(*c.whole)
+  y = split_product(read_out, states, stored, ('embed', 'state'), inputs=1, rows=(1, 0))
+  return c.adjust(states, y, layout=Layout(inputs=_rows_first))
 
 
 def input_matrix(b: Complex | Array) -> Array:
@@ -195,7 +213,8 @@ def input_matrix(b: Complex | Array) -> Array:
 def output_matrix(c: Complex | Array, conj_sym: bool) -> Array:
   """C as a real map [2P, D] of the pairs of the states, with the conjugates that are implied."""
   real, imaginary = c
-  return (2 if conj_sym else 1) * jnp.concatenate([real, -imaginary], axis=1).T
+  states = 2 if conj_sym else 1  # a stored state, and its conjugate
+  return states * jnp.concatenate([real, -imaginary], axis=1).T
 
 
 def _rows_first(z: Complex) -> Array:
@@ -210,4 +229,7 @@ def _scaled_pairs(gain: Number, pairs: Array) -> Array:
 
 
 def _scaled(gain: Number, z: Complex) -> Complex:
-  return gain * z if isinstance(gain, Complex) else z.map(lambda part: gain * part)
+  """γ z, of a complex or a real gain."""
+  if isinstance(gain, Complex):
+    return gain * z
+  return z.map(lambda part: gain * part)

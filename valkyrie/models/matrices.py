@@ -1,0 +1,216 @@
+"""Matrices that multiply activations: plain, adapted, decomposed, and in 8 bits (`quantization`).
+
+Every kind of matrix has the array that is stored, and says how a product with this array becomes
+the product with the matrix. So a module multiplies by a matrix without asking for its kind: by
+`products`, or by a product of its own, followed by `Matrix.adjust`.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models.precision import matmul, wide
+from valkyrie.sharding.split_products import split_product
+from valkyrie.types import Array, Axes, DType
+
+
+def unchanged(x: Any) -> Any:
+  """x itself."""
+  return x
+
+
+class Layout(NamedTuple):
+  """How the inputs and the results of a module's own product are arranged.
+
+  inputs: makes rows [..., D_in] of the inputs.
+  results: makes rows [..., D_out] of the results.
+  from_rows: the inverse of `results`.
+  """
+
+  inputs: Callable[[Any], Array] = unchanged
+  results: Callable[[Any], Array] = unchanged
+  from_rows: Callable[[Array], Any] = unchanged
+
+
+ROWS = Layout()
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+  """A matrix W [D_in, D_out] that is used as it is stored."""
+
+  whole: Any  # W as stored; in a module with a product of its own, the arrays of which W is made
+
+  is_changed: ClassVar[bool] = False  # whether `adjust` changes a product
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the stored array, which Haiku compares with the shape that a module asks for."""
+    return self.whole.shape
+
+  def sum_dtype(self, dtype: DType) -> DType:
+    """The dtype of the product with the stored array, for a result of this dtype."""
+    return dtype
+
+  def adjust(
+    self,
+    x: Any,
+    y: Any,
+    axes: Axes = (None, None),
+    *,
+    layout: Layout = ROWS,
+    scale: Callable[[Array], Array] = unchanged,
+  ) -> Any:
+    """The product of x with this matrix, from the product y with the stored array.
+
+    Args:
+      axes: the logical axes of W.
+      layout: of x and y.
+      scale: what y has besides x W: a linear function of rows [..., D_out].
+    """
+    return y
+
+  @classmethod
+  def multiply(
+    cls, x: Array, groups: Sequence[Sequence['Matrix']], axes: Axes, dtype: DType
+  ) -> list[Array]:
+    """The products of x [..., D_in] with the stored arrays of each group, side by side."""
+    stored = [_joined([w.whole for w in group], axis=1) for group in groups]
+
+    def product(x, stored):
+      y = matmul(x, jnp.concatenate(stored, axis=1), dtype)
+      return split_columns(y, stored)
+
+    return split_product(product, x, stored, axes)
+
+
+class _Changed(Matrix):
+  """A matrix that differs from the stored array; its kinds define `_change`."""
+
+  is_changed = True
+
+  def adjust(self, x, y, axes=(None, None), *, layout=ROWS, scale=unchanged):
+    """See `Matrix.adjust`."""
+    rows = layout.results(y)
+    changed = self._change(layout.inputs(x), rows, axes, scale)
+    return layout.from_rows(changed)
+
+  def _change(self, x: Array, y: Array, axes: Axes, scale: Callable[[Array], Array]) -> Array:
+    """`adjust` of rows. It acts on activations, so no second matrix of this size is made."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted(_Changed):
+  """A matrix W + A B, kept apart: a small A B would vanish in the rounding of their sum."""
+
+  down: Array  # A [D_in, rank]
+  up: Array  # B [rank, D_out]
+
+  def sum_dtype(self, dtype: DType) -> DType:
+    """Wide: the sum is rounded once, so that A B has an effect as exact as the products are."""
+    return wide(dtype)
+
+  def _change(self, x, y, axes, scale):
+    low = split_product(matmul, x, self.down, (axes[0], None))
+
+    def outwards(low, up):
+      return matmul(low, up, y.dtype)
+
+    return y + scale(split_product(outwards, low, self.up, (None, axes[1])))
+
+
+class Masks(NamedTuple):
+  """The masks of a site's tokens, see `sites`."""
+
+  components: Array  # m [..., C]
+  delta: Array  # d [...]
+  route: Array  # q [...], bool: where it is false, the product is x W
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed(_Changed):
+  """A site of a decomposition: a matrix beside the factors of its components, see `sites`."""
+
+  v: Array  # V [D_in, C]
+  u: Array  # U [C, D_out]
+  masks: Masks | None  # without masks, the product is x W
+  note: Callable[[Array], None]  # is called with what the site multiplies
+
+  def _change(self, x, y, axes, scale):
+    self.note(x)
+    if self.masks is None:
+      return y
+    components, delta, route = self.masks
+    delta = delta[..., None].astype(y.dtype)
+
+    def outwards(inner, u):
+      return matmul(inner, u, y.dtype)
+
+    inner = split_product(matmul, x, self.v, (axes[0], component_axis(axes[0])))
+    # ((x V) m) U + d (x W - (x V) U) with one product by U.
+    inner = inner * (components - delta).astype(inner.dtype)
+    low = split_product(outwards, inner, self.u, (component_axis(axes[1]), axes[1]))
+    return jnp.where(route[..., None], delta * y + scale(low), y)
+
+
+def component_axis(other: str | None) -> str:
+  """The logical axis of a factor's components: one that layouts split unlike the `other` axis."""
+  return 'mlp' if other == 'embed' else 'embed'
+
+
+def as_matrix(w: Matrix | Array) -> Matrix:
+  """The matrix itself, or an array as a plain matrix."""
+  return w if isinstance(w, Matrix) else Matrix(w)
+
+
+Group = Matrix | Array | Sequence[Matrix | Array]
+
+
+def products(
+  x: Array,
+  weights: Sequence[Group],
+  axes: Axes = (None, None),
+  out_dtype: DType | None = None,
+) -> list[Array]:
+  """x [..., D_in] @ w for each weight w [D_in, width], cast to x's dtype, in one matrix product.
+
+  Side by side the weights make one wide product, with one sum in the backward pass; a product for
+  each would read x again and write its gradient again.
+
+  The results of several weights in one entry stand side by side in one. `axes` are the logical axes
+  of the weights, by which `split_product` splits their product.
+  """
+  groups = [_matrices(entry) for entry in weights]
+  matrices = [w for group in groups for w in group]
+  dtype: DType = x.dtype if out_dtype is None else out_dtype
+  sum_dtype = jnp.result_type(*(w.sum_dtype(dtype) for w in matrices))
+  # The matrices of one module are of one kind, or are stored alike.
+  results = matrices[0].multiply(x, groups, axes, sum_dtype)
+  if not any(w.is_changed for w in matrices):
+    return results
+
+  def adjusted(group, y):
+    pairs = zip(group, split_columns(y, group), strict=True)
+    parts = [w.adjust(x, part, axes) for w, part in pairs]
+    return _joined(parts, axis=-1).astype(dtype)
+
+  return [adjusted(group, y) for group, y in zip(groups, results, strict=True)]
+
+
+def _matrices(entry: Group) -> list[Matrix]:
+  members = entry if isinstance(entry, Sequence) else [entry]
+  return [as_matrix(w) for w in members]
+
+
+def split_columns(y: Array, weights: Sequence[Any]) -> list[Array]:
+  """The columns of a product with matrices side by side, for each of the matrices."""
+  widths = [w.shape[1] for w in weights]
+  return jnp.split(y, np.cumsum(widths)[:-1], axis=-1)
+
+
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
