@@ -73,6 +73,7 @@ class SequenceMixer(Protocol):
   horizon (None): the longest time constant of its state at initialization, in tokens.
   max_context (None): the longest document that it can read, if it carries what it reads.
   carried (True): whether chunks pass on what they read; False if each is read by itself.
+  configure: a method that takes the `layers.MixerOptions` of the model before it is called.
   """
 
   @property

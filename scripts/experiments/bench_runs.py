@@ -16,7 +16,6 @@ from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring.training_log import TrainingLog
-from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -99,8 +98,8 @@ class Trainer:
       )
     )
     self.state = self.setup.initial_state()
-    with ambient.within(kernels=self.setup.check_kernels(print)):
-      self.step = self.setup.trace(phase).lower().compile()
+    self.setup = self.setup.with_kernels(self.setup.check_kernels(print))
+    self.step = self.setup.trace(phase).lower().compile()
     self.state, _ = self.step(self.state, self.batch)  # untimed: it allocates the memory
 
   @property

@@ -114,15 +114,17 @@ def test_value_and_gradient_are_those_of_the_definition(choice, monkeypatch):
   real = where[1][..., None, None] > 0
   weights = np.where(real, np.random.default_rng(1).normal(size=expected.shape), 0)
 
-  def loss(inputs, dtype):
+  def loss(inputs, dtype, choice):
     out = attend(*inputs, *(jnp.asarray(x, jnp.int32) for x in where), cut=PIECE, choice=choice)
     return jnp.sum(jnp.asarray(weights, dtype) * out), out
 
-  with ambient.within(kernels=(PIECE,), **on_gpu):
-    by_kernel = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float32), has_aux=True))
+  with ambient.within(**on_gpu):
+    by_kernel = jax.jit(
+      jax.grad(functools.partial(loss, dtype=jnp.float32, choice=choice), has_aux=True)
+    )
     gradient, out = by_kernel(cast((whole, registers), jnp.float32))
   with jax.enable_x64(True):  # the plain form's, which tests/models/sliding_window_test.py holds
-    plain = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float64), has_aux=True))
+    plain = jax.jit(jax.grad(functools.partial(loss, dtype=jnp.float64, choice=None), has_aux=True))
     expected_gradient, _ = plain(cast((whole, registers), jnp.float64))
   np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-5)
   for found, right in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
@@ -137,13 +139,13 @@ def test_pieces_of_eight_devices_are_the_whole():
   mesh, cut, same = Mesh(np.array(jax.devices()), ('t',)), PartitionSpec(None, 't'), PartitionSpec()
 
   def body(arrays, registers, *where):
-    with ambient.within(time=('t',), kernels=(PIECE,)):
+    with ambient.within(time=('t',)):
       out = attend(arrays, registers, *where, cut=PIECE)
     return out
 
   specs = {'in_specs': (cut, same, cut, cut), 'out_specs': cut, 'check_vma': False}
   pieces = jax.jit(jax.shard_map(body, mesh=mesh, **specs))(*arrays, *where)
-  expected = jax.jit(functools.partial(attend, cut=8 * PIECE))(*arrays, *where)
+  expected = jax.jit(functools.partial(attend, cut=8 * PIECE, choice=None))(*arrays, *where)
   real = where[1][..., None, None] > 0
   np.testing.assert_allclose(np.where(real, pieces, 0), np.where(real, expected, 0), atol=2e-5)
 
@@ -184,9 +186,11 @@ def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
   assert 'of the norm from the plain form, on 1 x 128 tokens' in said[0]
   with pytest.raises(Disagreement, match=r'1 x 128 tokens, more than 0\. Set Longformer.* = None'):
     whole.check_kernels(said.append, bound=0.0)
-  with ambient.within(kernels={128}):
-    assert kernels.used('interpret', 128) and not kernels.used('interpret', 256)
-  assert not kernels.used('interpret', 128), 'nothing was compared here'
+  assert kernels.is_used('interpret', 128, {128})
+  assert not kernels.is_used('interpret', 256, {128}), 'nothing was compared here'
+  phase = whole.curriculum.phases[0]
+  assert 'pallas_call' not in str(whole.trace(phase).jaxpr)
+  assert 'pallas_call' in str(whole.with_kernels({128}).trace(phase).jaxpr)
 
 
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from streams import CHUNKS, ROWS, stream
 
+from valkyrie.models.layers import MixerOptions
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2
@@ -60,8 +61,9 @@ def transformed(name):
   name, _, first = name.partition(' with ')
 
   def mix(carry, x, positions, segment_ids):
-    with ambient.within(learned_carry=bool(first)):
-      return MIXERS[name]()(x, carry, positions=positions, segment_ids=segment_ids)
+    mixer = MIXERS[name]()
+    mixer.configure(MixerOptions(learned_carry=bool(first)))
+    return mixer(x, carry, positions=positions, segment_ids=segment_ids)
 
   return hk.transform(mix)
 

@@ -7,7 +7,7 @@ import haiku as hk
 
 from valkyrie.config.ranges import PositiveInt, ProperFraction, checked
 from valkyrie.models import layers
-from valkyrie.models.layers import MLP, GatedMLP, RMSNorm
+from valkyrie.models.layers import MLP, GatedMLP, MixerOptions, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
@@ -42,6 +42,11 @@ class Block(hk.Module):
   def has_dropout(self) -> bool:
     """Whether the block or a mixer draws random numbers in training."""
     return any(part.dropout for part in (self, *self.mixers))
+
+  def configure(self, options: MixerOptions) -> None:
+    """Gives the mixers the options of the model."""
+    for mixer in self.mixers:
+      layers.configure(mixer, options)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> tuple[Carry, ...]:
     """The carry of each mixer at a document start."""

@@ -4,7 +4,7 @@ Only `LanguageModel` touches `hk.State`. Mixers take and return carries as value
 `hk.layer_stack` would store the state after the first call as the initial one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -18,17 +18,18 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.block import Block
-from valkyrie.models.declarations import Masks, stored_as
+from valkyrie.models.declarations import stored_as
 from valkyrie.models.features import SITES, Description, Features, Insert
-from valkyrie.models.layers import Module, RMSNorm, parameter
+from valkyrie.models.layers import MixerOptions, Module, RMSNorm, parameter
 from valkyrie.models.lora import Lora
+from valkyrie.models.matrices import Masks
 from valkyrie.models.mixer_check import check_causal
 from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
 from valkyrie.models.tables import rows_of
-from valkyrie.sharding import ambient, layer_weights
+from valkyrie.sharding import layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array
 
@@ -77,6 +78,7 @@ class LanguageModel(Module):
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
       rest. A few layers on a CPU run faster without the loop, which copies the saved activations
       into and out of stacked arrays; many would compile slowly.
+    kernel_lengths: see `layers.MixerOptions`; a run sets it after `Setup.check_kernels`.
   """
 
   vocabulary_size: PositiveInt
@@ -94,7 +96,8 @@ class LanguageModel(Module):
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
-  unroll: PositiveInt = 1
+  unroll: int = 1
+  kernel_lengths: Container[int] = ()
 
   def __post_init__(self):
     super().__post_init__()
@@ -161,7 +164,6 @@ class LanguageModel(Module):
     """
     with (
       gin.config_scope(self._scope),
-      ambient.within(learned_carry=self.learned_carry),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
       _through(self.quantized),
       hk.custom_getter(layer_weights.getter),
@@ -323,9 +325,13 @@ class LanguageModel(Module):
 
   @hk.transparent
   def blocks(self) -> list[Block]:
-    """The blocks of the pattern, made anew."""
+    """New blocks of the pattern, with the options of this model."""
     with gin.config_scope(self._scope):
-      return [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
+      blocks = [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
+    options = MixerOptions(self.learned_carry, self.kernel_lengths)
+    for block in blocks:
+      block.configure(options)
+    return blocks
 
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
     """The answer of blocks to a question that needs no parameters, outside this transform."""

@@ -6,9 +6,9 @@ nor a cast copy needs a table of paths. A parameter made by plain `hk.get_parame
 and never cast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import haiku as hk
@@ -20,7 +20,7 @@ from valkyrie.config.ranges import Fraction, PositiveInt, ProperFraction, check_
 from valkyrie.models.declarations import FIRST_CARRY, Declared
 from valkyrie.models.matrices import Matrix, as_matrix, products
 from valkyrie.models.precision import wide
-from valkyrie.sharding import ambient, sequence_parallel
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, Axes, DType, leaf_path
 
 
@@ -52,19 +52,39 @@ def matrix(
   return as_matrix(hk.get_parameter(name, shape, init=declared))
 
 
+class MixerOptions(NamedTuple):
+  """What a model, or its run, decides for the mixers of all blocks.
+
+  learned_carry: documents begin with states of the recurrences that are learned.
+  kernel_lengths: the tokens that a device reads of a chunk at once, where kernels of libraries were
+    compared with the plain forms, and agreed.
+  """
+
+  learned_carry: bool = False
+  kernel_lengths: Container[int] = ()
+
+
 @dataclasses.dataclass(eq=False)
 class Module(hk.Module):
   """A Haiku module whose options are fields; a number out of its range is a ConfigurationError."""
 
   name: str | None = dataclasses.field(default=None, kw_only=True)
 
+  mixer_options = MixerOptions()
+
   def __post_init__(self):
     super().__post_init__()
     check_fields(self)
 
+  def configure(self, options: MixerOptions) -> None:
+    """Takes the options that the model gives its mixers; a mixer around another passes them on."""
+    self.mixer_options = options
+
   @hk.transparent
   def first_state(self, state: Any) -> Any:
     """What documents begin with instead of zero: parameters like a state, without B; or None."""
+    if not self.mixer_options.learned_carry:
+      return None
 
     def learned(path, part):
       name = '.'.join(filter(None, ['first_carry', leaf_path(path)]))
@@ -72,8 +92,13 @@ class Module(hk.Module):
       axes = (FIRST_CARRY, *[None] * len(shape))[: len(shape)]
       return parameter(name, shape, jnp.zeros, axes=axes).astype(part.dtype)
 
-    is_learned = ambient.current().learned_carry
-    return jax.tree_util.tree_map_with_path(learned, state) if is_learned else None
+    return jax.tree_util.tree_map_with_path(learned, state)
+
+
+def configure(mixer: Any, options: MixerOptions) -> None:
+  """Gives a mixer the options, if it takes any."""
+  if hasattr(mixer, 'configure'):
+    mixer.configure(options)
 
 
 def projections(

@@ -31,7 +31,6 @@ from valkyrie.run.lengths import Lengths
 from valkyrie.run.observers import Profile, Refusals, Saver, Validation
 from valkyrie.run.resume import Origin, RunState
 from valkyrie.run.trainer import Trainer, batches
-from valkyrie.sharding import ambient
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_feed, check_mixers
@@ -124,8 +123,7 @@ def train(
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
     with doing('comparing kernels', progress.say):
-      agreed = setup.check_kernels(progress.say)
-    stack.enter_context(ambient.within(kernels=agreed))
+      setup = setup.with_kernels(setup.check_kernels(progress.say))
     tokens = feed()
     check_feed(setup.model, tokens, setup.settings.batch_size)
     if weights and directory.latest_step() is None:  # a resumed run no longer needs them

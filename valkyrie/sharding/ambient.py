@@ -1,6 +1,6 @@
 """The one ambient value: it holds while a program is traced, and reaches modules of any depth."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
 from typing import Any, NamedTuple
@@ -11,16 +11,12 @@ class Ambient(NamedTuple):
 
   time, weights: inside a `jax.shard_map`: the mesh axes over which the time of a chunk, and the
     weights of layers, are split, outermost first; over none, they are whole.
-  learned_carry: of the language model that is traced; only `layers.Module.first_state` asks.
-  kernels: the tokens of pieces on which libraries' kernels were compared with the plain forms.
   """
 
   devices: Sequence[Any] | None = None  # the target devices; None takes this machine's
   partitioner: Any = None  # the one whose `jit` traces the caller; None inside a `jax.shard_map`
   time: tuple[str, ...] = ()
   weights: tuple[str, ...] = ()
-  learned_carry: bool = False
-  kernels: Container[int] = ()
 
 
 _NOTHING = Ambient()

@@ -1,6 +1,7 @@
 """The parts of a run, checked to fit together, and their train steps on the mesh."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+import copy
 import dataclasses
 import functools
 from typing import Annotated, Any
@@ -247,7 +248,7 @@ class Setup:
           yield mixer, shape, results
 
   def check_kernels(self, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
-    """The tokens of pieces on which kernels agree with the plain forms, see `Ambient.kernels`.
+    """The tokens of pieces on which kernels agree with the plain forms, see `with_kernels`.
 
     The norm of a difference may be `bound`, four units in the last place of bfloat16, to which TPUs
     round what they multiply. If a kernel is required, raises a Disagreement
@@ -287,6 +288,17 @@ class Setup:
         say(f'{name}: {found}')
         agreed.add(time)
     return agreed - failed
+
+  def with_kernels(self, lengths: Collection[int]) -> 'Setup':
+    """This run, with attention by kernels in pieces of so many tokens."""
+    if not lengths:
+      return self
+    setup = copy.copy(self)
+    model = functools.partial(self.settings.model, kernel_lengths=lengths)
+    setup.settings = dataclasses.replace(self.settings, model=model)
+    setup.language_model = language_model.transform(model)
+    setup.model = setup._extended(setup.language_model)
+    return setup
 
   def undeclared_parameters(self) -> list[str]:
     """The paths of the parameters that no module and no rule gives axes: they are replicated."""

@@ -80,7 +80,7 @@ class FullAttention(LongformerAttention):
     angles = self._rotary.angles(time, width)
     q = rotate(q * width**-0.5, *angles)
     k = rotate(k, *angles)
-    if kernels.used(self.kernels, time):
+    if self._uses_kernel(time):
       form = (time, time, self.window, self.kernels)
       return kernels.attend(form, q, k, v, (segment_ids, segment_ids), ())
     outs = []

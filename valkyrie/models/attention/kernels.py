@@ -6,7 +6,7 @@ logarithms of both denominators join the results, and backwards both recompute t
 the joint one (Dao et al. 2022, FlashAttention, algorithm 4).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 import functools
 import importlib
 from typing import Any
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models.attention import softmax
-from valkyrie.models.layers import wide
+from valkyrie.models.layers import MixerOptions, configure
+from valkyrie.models.precision import wide
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType, SequenceMixer
@@ -41,9 +42,9 @@ def why_not(choice: str, time: int) -> str | None:
   return None
 
 
-def used(choice: str | None, time: int) -> bool:
-  """Whether a kernel reads a piece; only where it was compared, see `Ambient.kernels`."""
-  return choice is not None and time in ambient.current().kernels and not why_not(choice, time)
+def is_used(choice: str | None, time: int, lengths: Container[int]) -> bool:
+  """Whether a kernel reads a piece of `time` tokens; it was compared in pieces of these lengths."""
+  return choice is not None and time in lengths and not why_not(choice, time)
 
 
 def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
@@ -174,18 +175,31 @@ def results(
 
   Its rows go on in a document, begin another one, and end with padding.
   """
-  (rows, time, _), keys = shape, jax.random.split(jax.random.key(0), 3)
-  at = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
-  begun = at >= time // 3
-  segments = np.where(at < time - time // 9, 1 + begun, 0).astype(np.int32)
-  where = {'positions': np.where(begun, at - time // 3, at + 10**6), 'segment_ids': segments}
-  mixer = hk.transform(lambda x, carry: make()(x, carry, **where)[0])
-  fresh = hk.transform(lambda: make().initial_carry(rows, dtype)).apply({}, None)
-  carry = jax.tree.map(lambda x: (1.5 + jax.random.normal(keys[0], x.shape)).astype(x.dtype), fresh)
-  x, weights = (jax.random.normal(key, shape, dtype) for key in keys[1:])
+  rows, time, _ = shape
+  carry_key, x_key, weights_key = jax.random.split(jax.random.key(0), 3)
+  steps = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
+  second = steps >= time // 3  # the tokens of the second document, and after it
+  positions = np.where(second, steps - time // 3, steps + 10**6)
+  is_token = steps < time - time // 9
+  segments = np.where(is_token, 1 + second, 0).astype(np.int32)
+  options = MixerOptions(kernel_lengths=(time,) if by_kernel else ())
+
+  def read(x, carry):
+    mixer = make()
+    configure(mixer, options)
+    y, _ = mixer(x, carry, positions=positions, segment_ids=segments)
+    return y
+
+  def used(leaf):
+    return (1.5 + jax.random.normal(carry_key, leaf.shape)).astype(leaf.dtype)
+
+  mixer = hk.transform(read)
+  empty = hk.transform(lambda: make().initial_carry(rows, dtype)).apply({}, None)
+  carry = jax.tree.map(used, empty)
+  x = jax.random.normal(x_key, shape, dtype)
+  weights = jax.random.normal(weights_key, shape, dtype)
   weights = jnp.where(segments[..., None] > 0, weights, 0)
-  with ambient.within(kernels=(time,) if by_kernel else ()):
-    params = mixer.init(keys[0], x, carry)
-    out, pull = jax.vjp(lambda *given: mixer.apply(given[0], None, given[1], carry), params, x)
-    found = jax.tree.leaves((jnp.where(weights == 0, 0, out), pull(weights)))
-  return [leaf.astype(jnp.float32) for leaf in found]
+  params = mixer.init(carry_key, x, carry)
+  y, gradient = jax.vjp(lambda params, x: mixer.apply(params, None, x, carry), params, x)
+  arrays = jax.tree.leaves((jnp.where(weights == 0, 0, y), gradient(weights)))
+  return [array.astype(jnp.float32) for array in arrays]

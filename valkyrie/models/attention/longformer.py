@@ -126,7 +126,10 @@ class LongformerAttention(WindowAttention):
         f'{name}={self.kernels!r}: kernels have no dropout, no dilations, and no document_start '
         f'with a window below {kernels.LANES}. Set {name} = None, or change these.'
       )
-    self._windows = tuple(seen._replace(kernels=self.kernels) for seen in self._windows)
+
+  def _uses_kernel(self, time: int) -> bool:
+    """Whether a kernel reads a piece of `time` tokens."""
+    return kernels.is_used(self.kernels, time, self.mixer_options.kernel_lengths)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
     """An empty window, in the compute dtype: keys are stored as they were computed."""
@@ -144,6 +147,7 @@ class LongformerAttention(WindowAttention):
     """Mixes a chunk; see `types.SequenceMixer`."""
     q, k, v = self._project_heads(x)
     dropout = self._dropout()
+    choice = self.kernels if self._uses_kernel(x.shape[1]) else None
     shape = (self.registers, *k.shape[2:])
     init = hk.initializers.RandomNormal(1.0)
     keys, values = (
@@ -158,7 +162,7 @@ class LongformerAttention(WindowAttention):
       positions=positions,
       segment_ids=segment_ids,
       registers=(keys, values),
-      windows=self._windows,
+      windows=[seen._replace(kernels=choice) for seen in self._windows],
       dropout=dropout,
     )
     return self._project_out(out, x.shape[-1]), carry

@@ -83,7 +83,7 @@ def _attend_heads(
   # At most W, so that a document which starts inside a slice is wholly inside the window of the
   # slice's last query.
   size = max(1, min(seen.slice_size // d, window, -(-time // d)))
-  if kernels.used(seen.kernels, time):  # of whole blocks
+  if seen.kernels is not None:  # of whole blocks
     most = min(window + (not slots), time)
     size = kernels.slice_size(seen.kernels, most, seen.slice_size)
   back = -(-window // size)

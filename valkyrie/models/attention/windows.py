@@ -30,7 +30,7 @@ class Windows(NamedTuple):
   dilation: int
   slice_size: int
   rotary: Rotary
-  kernels: str | None = None  # of `kernels.CHOICES`; without dilation
+  kernels: str | None = None  # of `kernels.CHOICES`, if a kernel reads this piece
 
 
 def windows_of(
@@ -78,7 +78,7 @@ def attend_windows(
   (batch, time, heads, width), d = queries.q.shape, seen.dilation
   now = jax.tree.map(lambda x: slices.cut(slices.split_residues(x, d), size), queries)
   near = jax.tree.map(lambda x: slices.overlapping(x, size, sum(around) + 1), row)
-  by_kernel = kernels.used(seen.kernels, time)
+  by_kernel = seen.kernels is not None
   draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(len(now.q)))
   length = near.keys.shape[2]
   first = around[0] * size

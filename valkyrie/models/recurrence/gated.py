@@ -14,7 +14,7 @@ import jax
 
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import check_choice
-from valkyrie.models.layers import Module, project
+from valkyrie.models.layers import MixerOptions, Module, configure, project
 from valkyrie.models.recurrence.convolution import CausalConvolution, ConvolvedCarry
 from valkyrie.types import Array, DType, SequenceMixer
 
@@ -47,6 +47,10 @@ class GatedRecurrence(Module):
     self.dropout = self._recurrence.dropout
     self.sequence_parallel = getattr(self._recurrence, 'sequence_parallel', False)
     self.horizon = getattr(self._recurrence, 'horizon', None)
+
+  def configure(self, options: MixerOptions) -> None:
+    """Gives the recurrence the options of the model."""
+    configure(self._recurrence, options)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
     """The carries of the convolution and of the recurrence at a document start."""
