@@ -47,8 +47,6 @@ def pair(x):
 
 def of_arrays(system):
   parts = {name: pair(x) if np.iscomplexobj(x) else jnp.asarray(x) for name, x in system.items()}
-  parts['b'] = Matrix(parts['b'])
-  parts['c'] = Matrix(parts['c'])
   return StateSpace(**parts)
 
 
@@ -62,7 +60,7 @@ def run(
     system, method=method, step_rescale=step_rescale, clip_eigenvalues=clip
   )
   return state_space.read(
-    system,
+    system._replace(b=Matrix(system.b), c=Matrix(system.c)),
     discrete,
     u,
     initial,

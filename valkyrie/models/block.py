@@ -71,18 +71,21 @@ class Block(hk.Module):
     Adds to `found` the values of its kinds, see `features.ACTIVATIONS`. A mixer whose outputs or
     carry have another form than its inputs raises a ConfigurationError.
     """
-    begun = x
+    inputs = x
     after = []
     for mixer, before in zip(self.mixers, carry, strict=True):
-      mixed, mixer_carry = mixer(
+      y, mixer_carry = mixer(
         RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
       )
-      check_result(type(mixer).__name__, x, before, mixed, mixer_carry)
-      x = x + layers.dropout(mixed.astype(x.dtype), self.dropout)
+      check_result(type(mixer).__name__, x, before, y, mixer_carry)
+      x = x + layers.dropout(y.astype(x.dtype), self.dropout)
       after.append(mixer_carry)
-    between = x
-    of_mlp = layers.dropout(self.mlp(RMSNorm(name='mlp_norm')(x)), self.dropout)
-    x = between + of_mlp
-    for kind, values in (found or {}).items():
-      values.append({'mixers': between - begun, 'mlp': of_mlp, 'stream': x}[kind])
+    mixed = x
+    added = self.mlp(RMSNorm(name='mlp_norm')(mixed))
+    added = layers.dropout(added, self.dropout)
+    x = mixed + added
+    if found:
+      activations = {'mixers': mixed - inputs, 'mlp': added, 'stream': x}
+      for kind, values in found.items():
+        values.append(activations[kind])
     return x, tuple(after)

@@ -34,8 +34,8 @@ def stored_as(dtype: DType) -> Callable:
   """A Haiku creator that stores in this dtype the parameters that every use casts."""
 
   def creator(create, shape, own, init, context):
-    cast = init.cast if isinstance(init, Declared) else None
-    return create(shape, own if cast is None else dtype, init)
+    is_cast = isinstance(init, Declared) and init.cast is not None
+    return create(shape, dtype if is_cast else own, init)
 
   return creator
 

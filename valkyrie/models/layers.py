@@ -82,7 +82,7 @@ class Module(hk.Module):
 
   @hk.transparent
   def first_state(self, state: Any) -> Any:
-    """What documents begin with instead of zero: parameters like a state, without B; or None."""
+    """The learned state with which documents begin, a state without B; None if it is zero."""
     if not self.mixer_options.learned_carry:
       return None
 

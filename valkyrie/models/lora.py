@@ -16,7 +16,8 @@ from valkyrie.models.layers import parameter
 from valkyrie.models.matrices import Adapted
 from valkyrie.types import Array
 
-A, B = '_lora_a', '_lora_b'  # end the names of the halves
+A = '_lora_a'  # the ends of the names of the halves
+B = '_lora_b'
 
 
 @gin.configurable
@@ -25,7 +26,7 @@ class Lora:
   """The matrices with an adapter, and its size.
 
   A [inputs, rank] begins at random and B [rank, outputs] at zero, so an adapter changes nothing at
-  first. There is no further factor: the learning rate of B does what it would do. `pattern` is a
+  first. There is no factor alpha / rank: the learning rate of B has its effect. `pattern` is a
   regular expression that is found in the paths of the matrices, as in model_info.txt.
   """
 
@@ -45,7 +46,8 @@ class Lora:
       return whole
     if not re.search(self.pattern, context.full_name) or name.endswith((A, B)):
       return whole
-    (inputs, outputs), cast = declared.axes, declared.cast
+    inputs, outputs = declared.axes
+    cast = declared.cast
     normal = hk.initializers.RandomNormal(len(whole) ** -0.5)
     down_shape = (whole.shape[0], self.rank)
     up_shape = (self.rank, whole.shape[1])

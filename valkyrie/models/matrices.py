@@ -78,7 +78,7 @@ class Matrix:
     cls, x: Array, groups: Sequence[Sequence['Matrix']], axes: Axes, dtype: DType
   ) -> list[Array]:
     """The products of x [..., D_in] with the stored arrays of each group, side by side."""
-    stored = [_joined([w.whole for w in group], axis=1) for group in groups]
+    stored = [_stored(group) for group in groups]
 
     def product(x, stored):
       y = matmul(x, jnp.concatenate(stored, axis=1), dtype)
@@ -164,7 +164,9 @@ def component_axis(other: str | None) -> str:
 
 def as_matrix(w: Matrix | Array) -> Matrix:
   """The matrix itself, or an array as a plain matrix."""
-  return w if isinstance(w, Matrix) else Matrix(w)
+  if isinstance(w, Matrix):
+    return w
+  return Matrix(w)
 
 
 Group = Matrix | Array | Sequence[Matrix | Array]
@@ -186,7 +188,9 @@ def products(
   """
   groups = [_matrices(entry) for entry in weights]
   matrices = [w for group in groups for w in group]
-  dtype: DType = x.dtype if out_dtype is None else out_dtype
+  dtype: DType = x.dtype
+  if out_dtype is not None:
+    dtype = out_dtype
   sum_dtype = jnp.result_type(*(w.sum_dtype(dtype) for w in matrices))
   # The matrices of one module are of one kind, or are stored alike.
   results = matrices[0].multiply(x, groups, axes, sum_dtype)
@@ -212,5 +216,11 @@ def split_columns(y: Array, weights: Sequence[Any]) -> list[Array]:
   return jnp.split(y, np.cumsum(widths)[:-1], axis=-1)
 
 
+def _stored(group: Sequence[Matrix]) -> Array:
+  return _joined([w.whole for w in group], axis=1)
+
+
 def _joined(parts: Sequence[Array], axis: int) -> Array:
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+  if len(parts) == 1:
+    return parts[0]
+  return jnp.concatenate(parts, axis=axis)

@@ -13,7 +13,10 @@ from valkyrie import edges
 from valkyrie.errors import ConfigurationError
 from valkyrie.types import Array, Carry, SequenceMixer
 
-_ROWS, _TIME, _CUT, _START = 2, 16, 7, 11  # the second document starts inside the second chunk
+_ROWS = 2
+_TIME = 16
+_CUT = 7  # the tokens of the first chunk
+_START = 11  # of the second document, inside the second chunk
 
 
 def check_members(mixer: SequenceMixer) -> None:
@@ -61,8 +64,9 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   name = getattr(make, '__name__', repr(make))
 
   def initial_carry() -> Carry:
-    check_members(made := make())
-    return made.initial_carry(_ROWS, jnp.float32)
+    mixer = make()
+    check_members(mixer)
+    return mixer.initial_carry(_ROWS, jnp.float32)
 
   def read(x, carry, positions, segment_ids):
     return make()(x, carry, positions=positions, segment_ids=segment_ids)

@@ -10,6 +10,7 @@ weights (`layer_weights`), each device rounds its part, and sends 8 bits a numbe
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -46,10 +47,11 @@ class Quantized(Matrix):
     cls, x: Array, groups: Sequence[Sequence[Any]], axes: Axes, dtype: DType
   ) -> list[Array]:
     """See `Matrix.multiply`; no layout splits these products."""
-    matrices = [w for group in groups for w in group]
+    matrices = list(itertools.chain.from_iterable(groups))
     y = product(x, matrices, dtype)
-    widths = [sum(w.shape[1] for w in group) for group in groups]
-    return jnp.split(y, np.cumsum(widths)[:-1], axis=-1)
+    ends = np.cumsum([w.shape[1] for w in matrices])
+    counts = np.cumsum([len(group) for group in groups])
+    return jnp.split(y, ends[counts - 1][:-1], axis=-1)
 
 
 @gin.configurable

@@ -24,7 +24,8 @@ from valkyrie.models.layers import parameter
 from valkyrie.models.matrices import Decomposed, Masks, component_axis
 from valkyrie.types import Array, Params
 
-V, U = '_v', '_u'  # end the names of the factors
+V = '_v'  # the ends of the names of the factors
+U = '_u'
 
 
 @gin.configurable
@@ -62,7 +63,7 @@ class Sites:
       path = prefix + context.full_name
       if not isinstance(declared, Declared) or declared.matrix is None:
         return whole
-      count = next((c for pattern, c in self.components if re.search(pattern, path)), None)
+      count = self._components_of(path)
       if count is None:
         return whole
       d_in, d_out = jax.eval_shape(declared.matrix, whole).shape
@@ -75,21 +76,34 @@ class Sites:
       v = factor(V, (d_in, count), (axis_in, component_axis(axis_in)))
       u = factor(U, (count, d_out), (component_axis(axis_out), axis_out))
 
-      given = masks.get(path)
+      site_masks = masks.get(path)
 
       def note(x):
         inputs[path] = x
-        tokens = x.shape[:-1]
-        expected = (*tokens, count), tokens, tokens
-        if given is not None and (found := tuple(map(jnp.shape, given))) != expected:
-          raise ConfigurationError(
-            f'The masks, deltas and routes of {path} have the shapes {found}, but its {count} '
-            f'components of {tokens} tokens need {expected}. Give each layer masks of these shapes.'
-          )
+        if site_masks is not None:
+          _check_masks(path, site_masks, x.shape[:-1], count)
 
-      return Decomposed(whole, v, u, given, note)
+      return Decomposed(whole, v, u, site_masks, note)
 
     return get
+
+  def _components_of(self, path: str) -> int | None:
+    """The number of components of the matrix with this path; None if it is not a site."""
+    for pattern, count in self.components:
+      if re.search(pattern, path):
+        return count
+    return None
+
+
+def _check_masks(path: str, masks: Masks, tokens: tuple[int, ...], count: int) -> None:
+  """Raises a ConfigurationError unless the masks of a site have the shapes of its inputs."""
+  shapes = tuple(map(jnp.shape, masks))
+  expected = (*tokens, count), tokens, tokens
+  if shapes != expected:
+    raise ConfigurationError(
+      f'The masks, deltas and routes of {path} have the shapes {shapes}, but its {count} '
+      f'components of {tokens} tokens need {expected}. Give each layer masks of these shapes.'
+    )
 
 
 def is_factor(name: str, names: Container[str]) -> bool:
@@ -119,14 +133,13 @@ class Site(NamedTuple):
 
 def sites_of(parameters: Parameters) -> dict[str, Site]:
   """The sites of a model by path, from the declarations of its parameters, in their order."""
-  found = {}
+  sites = {}
   for module, group in sorted(parameters.items()):
     for name in sorted(group):
-      if (declared := group[name]).matrix is None or name + V not in group:
+      matrix = group[name].matrix
+      if matrix is None or name + V not in group:
         continue
       layers, d_in, components = group[name + V].shape.shape
       d_out = group[name + U].shape.shape[-1]
-      found[f'{module}/{name}'] = Site(
-        module, name, layers, d_in, d_out, components, declared.matrix
-      )
-  return found
+      sites[f'{module}/{name}'] = Site(module, name, layers, d_in, d_out, components, matrix)
+  return sites

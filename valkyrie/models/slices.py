@@ -18,7 +18,8 @@ def cut(x: Array, size: int) -> Array:
   """[B, T, ...] -> [N, B, size, ...] with N x size at least T; zeros fill the last slice."""
   padded = _padded(x, size)
   batch, time, *rest = padded.shape
-  return jnp.moveaxis(padded.reshape(batch, time // size, size, *rest), 1, 0)
+  by_slice = padded.reshape(batch, time // size, size, *rest)
+  return jnp.moveaxis(by_slice, 1, 0)
 
 
 def overlapping(x: Array, size: int, width: int) -> Array:
@@ -26,7 +27,8 @@ def overlapping(x: Array, size: int, width: int) -> Array:
   padded = _padded(x, size)
   count = padded.shape[1] // size - width + 1
   if count < width:  # the fewer slices to trace
-    return jnp.stack([padded[:, n * size : (n + width) * size] for n in range(count)])
+    begins = [n * size for n in range(count)]
+    return jnp.stack([padded[:, begin : begin + width * size] for begin in begins])
   # The slices overlap in memory of their own, so that their reader needs no sequential loop.
   one = cut(padded, size)
   return jnp.concatenate([one[j : j + count] for j in range(width)], axis=2)
@@ -34,13 +36,16 @@ def overlapping(x: Array, size: int, width: int) -> Array:
 
 def _padded(x: Array, size: int) -> Array:
   """Zeros after the last time step, to a multiple of `size`."""
-  return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)) + ((0, 0),) * (x.ndim - 2))
+  missing = -x.shape[1] % size
+  whole = [(0, 0)] * (x.ndim - 2)
+  return jnp.pad(x, [(0, 0), (0, missing), *whole])
 
 
 def join(slices: Array, time: int) -> Array:
   """[N, B, size, ...] -> [B, time, ...]: the inverse of `cut`, without the padding."""
   count, batch, size, *rest = slices.shape
-  return jnp.moveaxis(slices, 0, 1).reshape(batch, count * size, *rest)[:, :time]
+  by_row = jnp.moveaxis(slices, 0, 1)
+  return by_row.reshape(batch, count * size, *rest)[:, :time]
 
 
 def split_residues(x: Array, dilation: int) -> Array:
@@ -49,12 +54,14 @@ def split_residues(x: Array, dilation: int) -> Array:
   Tokens at distances that d divides share a residue: a dilated window is undilated in these rows.
   """
   steps = cut(x, dilation)
-  return jnp.moveaxis(steps, 0, 2).reshape(-1, len(steps), *x.shape[2:])
+  by_residue = jnp.moveaxis(steps, 0, 2)
+  return by_residue.reshape(-1, len(steps), *x.shape[2:])
 
 
 def merge_residues(x: Array, dilation: int, time: int) -> Array:
   """[B · d, ceil(T / d), ...] -> [B, T, ...]: the inverse of `split_residues`."""
-  return join(jnp.moveaxis(x.reshape(-1, dilation, *x.shape[1:]), 2, 0), time)
+  by_residue = x.reshape(-1, dilation, *x.shape[1:])
+  return join(jnp.moveaxis(by_residue, 2, 0), time)
 
 
 def for_each(fn: Callable[[Any], Any], slices: Any, logits: int) -> Any:

@@ -18,7 +18,9 @@ from valkyrie.types import Array
 
 def rows_of(table: Array, index: Array) -> Array:
   """The rows [..., D] of table [R, D] with these numbers, int32 [...]."""
-  return _sorted_rows(len(table), table, index) if platform() == 'gpu' else table[index]
+  if platform() == 'gpu':
+    return _sorted_rows(len(table), table, index)
+  return table[index]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -38,8 +40,9 @@ def _backward(count, index, gradient):
   zero = jnp.zeros_like(inputs[0])
   # A growth of zero is a decay of one: the states are running sums, which begin anew at each row.
   sums = scan.diagonal_scan(zero[0], inputs, zero, first[:, None], form='associative')[:, 0]
-  found = jnp.zeros((count, width), gradient.dtype)
-  return found.at[jnp.where(last, rows, count)].set(sums.astype(gradient.dtype), mode='drop'), None
+  d_table = jnp.zeros((count, width), gradient.dtype)
+  target = jnp.where(last, rows, count)  # beyond the end, so that it is dropped
+  return d_table.at[target].set(sums.astype(gradient.dtype), mode='drop'), None
 
 
 _sorted_rows.defvjp(lambda _, table, index: (table[index], index), _backward)

@@ -45,7 +45,10 @@ def split_dimension(part: Array, shape: Sequence[int]) -> int | None:
 def gather(
   part: Array, over: Sequence[str], dimension: int, cast: DType, sent: DType | None = None
 ) -> Array:
-  """The parts along these mesh axes, joined and cast; gradients are `sent` in float32 or this."""
+  """The parts that devices along these mesh axes hold, cast and joined along a dimension.
+
+  Gradients are sent in the dtype `sent`; None is float32, or their own if that is wider.
+  """
   return _gather(part, tuple(over), dimension, part.dtype, cast, sent)
 
 
@@ -56,7 +59,8 @@ def _gather(part, over, dimension, own, cast, sent):
 
 def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
   gradient = gradient.astype(sent or jnp.promote_types(gradient.dtype, jnp.float32))
-  return (messages.reduce_scatter(gradient, over, dimension).astype(own),)
+  of_part = messages.reduce_scatter(gradient, over, dimension)
+  return (of_part.astype(own),)
 
 
 _gather.defvjp(lambda *given: (_gather(*given), None), _gather_backward)

@@ -31,24 +31,29 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
   several slices, these are the axes of each, and the outermost axis SLICE joins the slices. Raises
   a ConfigurationError if the axes are malformed, or need other devices.
   """
-  axes = ((SLICE, slices), *axes) if slices > 1 and isinstance(axes, tuple | list) else axes
   _check_axes(axes)
+  if slices > 1:
+    axes = ((SLICE, slices), *axes)
+    _check_axes(axes)
   devices = current_devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   fixed = math.prod(size for size in sizes if size != -1)
   if sizes == [1] * len(sizes):
     devices = devices[:1]
-  found = len({getattr(device, 'slice_index', 0) for device in devices})
-  if slices != found > 1 and (slices > 1 or devices[0].platform == 'tpu'):
+  present = len({getattr(device, 'slice_index', 0) for device in devices})
+  if slices != present > 1 and (slices > 1 or devices[0].platform == 'tpu'):
     raise ConfigurationError(
-      f'The devices belong to {found} slices, but Partitioner.slices = {slices}. Set it to {found}.'
+      f'The devices belong to {present} slices, but Partitioner.slices = {slices}. Set it to '
+      f'{present}.'
     )
   if sizes.count(-1) == 1 and len(devices) % fixed == 0:
     sizes[sizes.index(-1)] = len(devices) // fixed
   if math.prod(sizes) != len(devices) or -1 in sizes:
     wanted = ' x '.join(f'{name}={size}' for name, size in axes)
-    number = f'a multiple of {fixed}' if -1 in sizes else fixed
+    number = f'{fixed}'
+    if -1 in sizes:
+      number = f'a multiple of {fixed}'
     raise ConfigurationError(
       f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
       f'({devices[0].device_kind}). Run on {number} devices{_slice_of(devices[0], fixed)}. '
@@ -57,21 +62,25 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
       '--gin_file=gin/partition/data.gin.'
     )
   # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
-  if slices == found > 1:
-    over = [slices] + [1] * (len(sizes) - 1)
-    made = mesh_utils.create_hybrid_device_mesh(
-      [1, *sizes[1:]], over, devices, allow_split_physical_axes=True
+  if slices == present > 1:
+    in_a_slice = [1, *sizes[1:]]
+    over_slices = [slices] + [1] * (len(sizes) - 1)
+    array = mesh_utils.create_hybrid_device_mesh(
+      in_a_slice, over_slices, devices, allow_split_physical_axes=True
     )
   else:
-    made = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-  return Mesh(made, names)
+    array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(array, names)
 
 
 def _slice_of(device: Any, chips: int) -> str:
-  """The name of a TPU slice of so many chips like this one, where Google counts their two cores."""
+  """The name of a TPU slice of so many chips like this one, in the families that count cores."""
   families = {'TPU v4': 'v4', 'TPU v5': 'v5p', 'TPU v5p': 'v5p'}
   family = families.get(device.device_kind)
-  return '' if family is None else f', such as the slice {family}-{2 * chips}'
+  if family is None:
+    return ''
+  cores = 2 * chips
+  return f', such as the slice {family}-{cores}'
 
 
 def _check_axes(axes: Any) -> None:
@@ -83,8 +92,8 @@ def _check_axes(axes: Any) -> None:
         return size == -1 or size >= 1
     return False
 
-  whole = isinstance(axes, tuple | list) and all(is_axis(axis) for axis in axes)
-  if not whole or len({name for name, _ in axes}) < len(axes):
+  is_mesh = isinstance(axes, tuple | list) and all(is_axis(axis) for axis in axes)
+  if not is_mesh or len({name for name, _ in axes}) < len(axes):
     raise ConfigurationError(
       f'Partitioner.mesh = {axes!r} is not a mesh. Give each axis a unique name and a size, which '
       "is at least 1, or -1 for all remaining devices; for example (('data', -1),)."

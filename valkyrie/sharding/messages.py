@@ -1,8 +1,8 @@
 """Gathers and scatters over several mesh axes, inside a `jax.shard_map`.
 
-At most two axes at once: over three axes of a torus, libtpu 0.0.42 makes an all-reduce of either,
-which sends twice the bytes. The axes that leave the smaller array for the others come first in a
-gather, and last in a scatter.
+A message goes over at most two axes: over three axes of a torus, libtpu 0.0.42 makes an all-reduce
+of a gather or a scatter, which sends twice the bytes. A gather begins with the innermost axes, and
+leaves a smaller array for the other messages. A scatter ends with them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ _AT_ONCE = 2
 def all_gather(part: Array, axes: Sequence[str], dimension: int) -> Array:
   """The array whose parts, along a dimension, the devices of these axes hold, outermost first."""
   for first in reversed(range(0, len(axes), _AT_ONCE)):
-    part = lax.all_gather(part, tuple(axes[first : first + _AT_ONCE]), axis=dimension, tiled=True)
+    over = tuple(axes[first : first + _AT_ONCE])
+    part = lax.all_gather(part, over, axis=dimension, tiled=True)
   return part
 
 

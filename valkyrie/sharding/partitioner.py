@@ -75,7 +75,8 @@ class Partitioner:
       for pattern, axes in parameter_axes
     )
     for logical, axes in self.axis_rules.items():
-      if unknown := set(as_tuple(axes)) - set(self.mesh.axis_names):
+      unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
+      if unknown:
         raise ConfigurationError(
           f'Partitioner.axis_rules splits {logical!r} over {sorted(unknown)}, but the mesh has the '
           f'axes {self.mesh.axis_names}. Name one, or remove the rule.'
@@ -90,12 +91,14 @@ class Partitioner:
         f"Partitioner.axis_rules splits 'time' over {time}, which needs Partitioner.manual = True: "
         'XLA alone would gather every key of a chunk for attention. See gin/partition/context.gin.'
       )
-    if shared := set(rows) & set(time):
+    shared = set(rows) & set(time)
+    if shared:
       raise ConfigurationError(
         f"Partitioner.axis_rules splits both 'batch' and 'time' over {sorted(shared)}. Name each "
         'mesh axis once.'
       )
-    idle = [a for a, n in self.mesh.shape.items() if n > 1 and a not in (*rows, *time)]
+    axes_in_use = [axis for axis, size in self.mesh.shape.items() if size > 1]
+    idle = [axis for axis in axes_in_use if axis not in (*rows, *time)]
     if self.manual and idle:
       raise ConfigurationError(
         f"Partitioner.axis_rules splits neither 'batch' nor 'time' over {idle} of the mesh "
@@ -107,21 +110,26 @@ class Partitioner:
         'Partitioner.gather_layers = True needs Partitioner.manual = True: without it XLA gathers '
         'weights by itself. Remove one of the two bindings.'
       )
-    over = {self.axes_of(name) for name in self._of_weights()}
+    split = self._split_weight_axes()
+    over = {self.axes_of(name) for name in split}
     if self.gather_layers and (len(over) != 1 or self.axes_of('layers')):
+      listed = ', '.join(map(repr, split)) or 'none'
       raise ConfigurationError(
         f'Partitioner.gather_layers = True needs all weights split over the same mesh axes, but '
-        f'axis_rules split {", ".join(map(repr, self._of_weights())) or "none"}. Use only the rule '
-        "of 'embed', as gin/partition/context_fsdp.gin."
+        f"axis_rules split {listed}. Use only the rule of 'embed', as "
+        'gin/partition/context_fsdp.gin.'
       )
 
-  def _of_weights(self) -> list[str]:
+  def _split_weight_axes(self) -> list[str]:
     """The logical axes of parameters that are split."""
-    return [n for n in self.axis_rules if n not in ('batch', 'time') and self.axes_of(n)]
+    of_weights = [name for name in self.axis_rules if name not in ('batch', 'time')]
+    return [name for name in of_weights if self.axes_of(name)]
 
   def weight_axes(self) -> tuple[str, ...]:
     """The mesh axes over which the weights of layers stay split; empty unless `gather_layers`."""
-    return self.axes_of(self._of_weights()[0]) if self.gather_layers else ()
+    if not self.gather_layers:
+      return ()
+    return self.axes_of(self._split_weight_axes()[0])
 
   @property
   def computation(self) -> tuple[Any, ...]:
@@ -137,7 +145,7 @@ class Partitioner:
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes."""
-    split = [self.axis_rules.get(axis) if axis else None for axis in axes]
+    split = [self.axis_rules.get(axis or '') for axis in axes]
     return NamedSharding(self.mesh, PartitionSpec(*split))
 
   def shardings(self, shapes: Any, axes: Any) -> Any:
@@ -173,7 +181,9 @@ class Partitioner:
             f'{tuple(shape)}. Give the rule {pattern.pattern!r} {len(shape)} axes.'
           )
         return tuple(axes)
-    return (None,) * len(shape) if declared is None else declared
+    if declared is None:
+      return (None,) * len(shape)
+    return declared
 
   def batch_sharding(self) -> NamedSharding:
     """The sharding of a batch's arrays [B, N·C]: by rows, whole along mesh axes that split time.
@@ -194,17 +204,10 @@ class Partitioner:
     `owner` precedes the names of both in the message, such as 'Evaluator.', and `feed` is the name
     of the feed that has the same rows.
     """
-    chunks = [('chunk_size', size, self.parts_of('time')) for size in chunk_sizes]
-    for name, size, parts in [('batch_size', batch_size, self.parts_of('batch')), *chunks]:
-      if size < 1:
-        raise ConfigurationError(f'{owner}{name}={size} must be at least 1. Use {parts}.')
-      if size % parts:
-        below = size // parts * parts
-        nearest = f'{below} or {below + parts}' if below else f'{parts}'
-        raise ConfigurationError(
-          f'{owner}{name}={size} does not divide over {parts} devices. Use {nearest}'
-          + (f', also for {feed}.batch_size.' if feed and name == 'batch_size' else '.')
-        )
+    also = f', also for {feed}.batch_size' if feed else ''
+    _check_divides(f'{owner}batch_size', batch_size, self.parts_of('batch'), also)
+    for chunk_size in chunk_sizes:
+      _check_divides(f'{owner}chunk_size', chunk_size, self.parts_of('time'))
     if jax.process_count() > 1 and not self.local_rows(batch_size):
       raise ConfigurationError(
         f'The mesh {dict(self.mesh.shape)} leaves process {jax.process_index()} of '
@@ -214,8 +217,12 @@ class Partitioner:
 
   def local_rows(self, batch_size: int) -> list[int]:
     """The numbers of the rows that devices of this process hold, wholly or in part."""
-    parts = self.batch_sharding().addressable_devices_indices_map((batch_size, 1)).values()
-    return sorted({row for part in parts if part for row in range(batch_size)[part[0]]})
+    by_device = self.batch_sharding().addressable_devices_indices_map((batch_size, 1))
+    rows = set()
+    for index in by_device.values():
+      if index:
+        rows.update(range(batch_size)[index[0]])
+    return sorted(rows)
 
   def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
     """Copies a batch of the host to the devices of this process.
@@ -223,17 +230,21 @@ class Partitioner:
     It has the rows `local_rows(batch_size)`, each in its whole length, or all rows without a size.
     The result is the batch [B, T], sharded over the devices of all processes.
     """
-    rows = len(batch.inputs) if batch_size is None else batch_size
+    if batch_size is None:
+      batch_size = len(batch.inputs)
+      held = range(batch_size)
+    else:
+      held = self.local_rows(batch_size)
+    rows = range(batch_size)
     sharding = self.batch_sharding()
-    held = range(rows) if batch_size is None else self.local_rows(rows)
 
     def place(x):
       def part(index):
-        of_device = range(rows)[index[0]]
+        of_device = rows[index[0]]
         first = held.index(of_device.start)
         return x[first : first + len(of_device), index[1]]
 
-      return jax.make_array_from_callback((rows, x.shape[1]), sharding, part)
+      return jax.make_array_from_callback((len(rows), x.shape[1]), sharding, part)
 
     return jax.tree.map(place, batch)
 
@@ -251,4 +262,20 @@ class Partitioner:
 
 def as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
   """The mesh axes that one entry of a PartitionSpec, or of a rule, names."""
-  return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  if axes is None:
+    return ()
+  if isinstance(axes, str):
+    return (axes,)
+  return tuple(axes)
+
+
+def _check_divides(name: str, size: int, parts: int, also: str = '') -> None:
+  """Raises a ConfigurationError unless a size divides into so many parts, one or more."""
+  if size < 1:
+    raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
+  if size % parts:
+    below = size // parts * parts
+    nearest = f'{below} or {below + parts}' if below else f'{parts}'
+    raise ConfigurationError(
+      f'{name}={size} does not divide over {parts} devices. Use {nearest}{also}.'
+    )

@@ -48,17 +48,19 @@ def index() -> Array:
 
 def shift_right(tree: T) -> T:
   """The tree of the device to the left; device 0 gets the tree of the last device."""
-  ring = [(i, (i + 1) % size()) for i in range(size())]
+  ring = [(i, (i + 1) % size()) for i in range(size())]  # (from, to)
   return jax.tree.map(lambda x: lax.ppermute(x, axes(), ring), tree)
 
 
 def all_gather(tree: T) -> T:
   """The trees of all devices, leaves [n, ...]: for small trees, one message for each dtype."""
   leaves, structure = jax.tree.flatten(tree)
-  gathered = {}
-  for dtype in dict.fromkeys(x.dtype for x in leaves):
+  dtypes = dict.fromkeys(x.dtype for x in leaves)
+  gathered = {}  # by dtype, the leaves of all devices
+  for dtype in dtypes:
     flat, unravel = ravel_pytree([x for x in leaves if x.dtype == dtype])
-    gathered[dtype] = iter(jax.vmap(unravel)(lax.all_gather(flat, axes())))
+    of_devices = lax.all_gather(flat, axes())
+    gathered[dtype] = iter(jax.vmap(unravel)(of_devices))
   return structure.unflatten(next(gathered[x.dtype]) for x in leaves)
 
 
@@ -72,8 +74,12 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T
   """
   composed = lax.associative_scan(then, all_gather(piece))
   left = jnp.maximum(index() - 1, 0)
-  before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, left, keepdims=False), composed)
-  return select_first(first, before), jax.tree.map(lambda x: x[-1], composed)
+
+  def pick(x):
+    return lax.dynamic_index_in_dim(x, left, keepdims=False)
+
+  before = select_first(first, jax.tree.map(pick, composed))
+  return before, jax.tree.map(lambda x: x[-1], composed)
 
 
 def select_first(first: T, others: T) -> T:
@@ -83,13 +89,15 @@ def select_first(first: T, others: T) -> T:
 
 
 def broadcast_from(tree: T, is_source: Array) -> T:
-  """The tree, leaves [B, ...], of the one source device on every device.
+  """The tree, leaves [B, ...], of the one device that is the source, on every device.
 
-  `is_source` is a bool scalar, or [B] where each row has a source of its own.
+  `is_source` is a bool scalar, or [B] where each row has its own source.
   """
 
   def broadcast(x):
-    mask = jnp.expand_dims(is_source, range(1, x.ndim)) if is_source.ndim else is_source
+    mask = is_source
+    if is_source.ndim:
+      mask = jnp.expand_dims(is_source, range(1, x.ndim))
     return lax.psum(jnp.where(mask, x, jnp.zeros_like(x)), axes())
 
   return jax.tree.map(broadcast, tree)
@@ -109,4 +117,6 @@ def broadcast_carry(carry: Carry) -> Carry:
 
 def fold_in_shard(key: Array) -> Array:
   """A random key that differs between the devices that share a chunk."""
-  return jax.random.fold_in(key, index()) if axes() else key
+  if not axes():
+    return key
+  return jax.random.fold_in(key, index())

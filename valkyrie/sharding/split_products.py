@@ -1,15 +1,15 @@
 """Products whose weights stay split in two dimensions, for layouts without `Partitioner.manual`.
 
 A weight is split along its inputs over some mesh axes, y, and along its outputs over others, x.
-Between products the features of an activation are split over both:
+Between products, the features of an activation are split over both:
 
     x [..., inputs / yx]   gathered over x:          [..., inputs / y]
     product                by each device:           [..., outputs / x], in parts of a sum over y
     the sum over y         each keeps its features:  [..., outputs / xy]
 
-The next weight, split over x along its inputs, begins there. So all that stands between products,
-norms, recurrences and heads, has every token of a row and a share of the features on each device,
-and is done once. XLA splits it like the arrays around it.
+The next weight, split over x along its inputs, begins with these features. So what stands between
+products, such as norms, recurrences and heads, has every token of a row and a share of the features
+on each device, and is computed once. XLA splits it like the arrays around it.
 
 A device sends for each token and feature, of the inputs and of the outputs, b (n - 1) / n² bytes
 forwards and as many backwards, with b bytes a number and n devices along each axis; the inputs once
@@ -17,7 +17,7 @@ more where they are gathered again for the gradient of the weights. Weights that
 the axes of rows are gathered over those.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -58,11 +58,15 @@ def split_product(
   if partitioner is None or partitioner.manual:
     return product(x, weights)
   over_rows = partitioner.axes_of('batch')
-  of_weights = [partitioner.axes_of(axis) if axis else () for axis in axes]
-  # Mesh axes of rows that split a weight, too, come last, so that gathering over them leaves a part
-  # of the features that stands together.
-  split = [tuple(a for a in mesh_axes if a not in over_rows) for mesh_axes in of_weights]
-  gathered = [tuple(a for a in mesh_axes if a in over_rows) for mesh_axes in of_weights]
+  # Of each dimension of a weight: the mesh axes over which it stays split, and those over which it
+  # is gathered, since they split rows. The latter come last, so that a part that is gathered over
+  # them has features that stand together.
+  split = []
+  gathered = []
+  for axis in axes:
+    mesh_axes = partitioner.axes_of(axis or '')
+    split.append(tuple(name for name in mesh_axes if name not in over_rows))
+    gathered.append(tuple(name for name in mesh_axes if name in over_rows))
   summed = split[inputs]
   kept = split[1 - inputs]
   if not summed and not kept:
@@ -76,16 +80,22 @@ def split_product(
 
   def spec(leaf, row, first, then):
     entries: list[tuple[str, ...]] = [()] * leaf.ndim
-    entries[row] = over_rows if divides(leaf.shape[row], over_rows) else ()
-    entries[-1] = first + then if splits_over_both(leaf) else first
-    return PartitionSpec(*(entry or None for entry in entries))
+    if divides(leaf.shape[row], over_rows):
+      entries[row] = over_rows
+    entries[-1] = first
+    if splits_over_both(leaf):
+      entries[-1] = first + then
+    return _spec(entries)
 
   result = jax.eval_shape(product, x, weights)
-  inputs_split, results_split = (jax.tree.map(splits_over_both, tree) for tree in (x, result))
+  inputs_split = jax.tree.map(splits_over_both, x)
+  results_split = jax.tree.map(splits_over_both, result)
   dtype = jnp.result_type(*jax.tree.leaves(x))
 
   def gather(leaf, is_split):
-    return messages.all_gather(leaf, kept, leaf.ndim - 1) if is_split else leaf
+    if not is_split:
+      return leaf
+    return messages.all_gather(leaf, kept, leaf.ndim - 1)
 
   def gather_weight(part):
     for dimension, mesh_axes in enumerate(gathered):
@@ -98,22 +108,29 @@ def split_product(
       return lax.psum(leaf, summed)
     return messages.reduce_scatter(leaf, summed, leaf.ndim - 1)
 
-  def of_device(x, weights):
+  def product_of_device(x, weights):
     whole = jax.tree.map(gather, x, inputs_split)
-    return jax.tree.map(
-      scatter, product(whole, jax.tree.map(gather_weight, weights)), results_split
-    )
+    parts = product(whole, jax.tree.map(gather_weight, weights))
+    return jax.tree.map(scatter, parts, results_split)
 
-  stored = PartitionSpec(*(a + b or None for a, b in zip(split, gathered, strict=True)))
-  results = partitioner.shard_map(
-    of_device,
-    in_specs=(jax.tree.map(lambda leaf: spec(leaf, rows[0], summed, kept), x), stored),
-    out_specs=jax.tree.map(lambda leaf: spec(leaf, rows[1], kept, summed), result),
-  )(x, weights)
+  x_specs = jax.tree.map(lambda leaf: spec(leaf, rows[0], summed, kept), x)
+  result_specs = jax.tree.map(lambda leaf: spec(leaf, rows[1], kept, summed), result)
+  weight_spec = _spec([a + b for a, b in zip(split, gathered, strict=True)])
+  split_over_devices = partitioner.shard_map(
+    product_of_device, in_specs=(x_specs, weight_spec), out_specs=result_specs
+  )
+  results = split_over_devices(x, weights)
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, 'product'), results)
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+  """The PartitionSpec of these mesh axes of each dimension."""
+  return PartitionSpec(*(entry or None for entry in entries))
 
 
 def devices() -> int:
   """The number of devices that share what stands between products."""
   partitioner = current_partitioner()
-  return 1 if partitioner is None or partitioner.manual else partitioner.mesh.size
+  if partitioner is None or partitioner.manual:
+    return 1
+  return partitioner.mesh.size

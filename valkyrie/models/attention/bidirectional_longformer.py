@@ -21,7 +21,7 @@ from valkyrie.models import slices
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.attention.rotary import rotate
-from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
+from valkyrie.models.attention.softmax import Dropout, Part, attend, same_document, ungroup_queries
 from valkyrie.models.attention.windows import Queries, Windows, attend_windows
 from valkyrie.models.layers import project
 from valkyrie.models.precision import wide
@@ -35,11 +35,17 @@ class Projections(NamedTuple):
   k: Array
   v: Array
 
+  def of_heads(self, seen: Windows) -> 'Projections':
+    """The projections of the heads of these windows."""
+    q = self.q[:, :, seen.query_heads]
+    return Projections(q, self.k[:, :, seen.heads], self.v[:, :, seen.heads])
+
 
 def first_positions(mask: Array, limit: int) -> Array:
   """Indices of the first `limit` true elements of each row of [B, T]: int32 [B, limit], then T."""
-  of_row = functools.partial(jnp.nonzero, size=limit, fill_value=mask.shape[1])
-  return jax.vmap(of_row)(mask)[0].astype(jnp.int32)
+  first_of_row = functools.partial(jnp.nonzero, size=limit, fill_value=mask.shape[1])
+  (index,) = jax.vmap(first_of_row)(mask)
+  return index.astype(jnp.int32)
 
 
 @jax.named_scope('attention')
@@ -65,17 +71,16 @@ def bidirectional_attention(
   batch = len(segment_ids)
   outs = []
   for number, seen in enumerate(windows):
-    mine, globally = (
-      Projections(q[:, :, seen.query_heads], k[:, :, seen.heads], v[:, :, seen.heads])
-      for q, k, v in (local, from_global)
-    )
+    mine = local.of_heads(seen)
+    globally = from_global.of_heads(seen)
     near, far = (dropout and dropout.of(2 * number + part) for part in (0, 1))
     out = _attend_windows(mine, segment_ids, global_tokens, seen, near)
     if global_tokens.shape[1]:
       read = _attend_documents(globally, segment_ids, global_tokens, seen, far)
       out = out.at[np.arange(batch)[:, None], global_tokens].set(read, mode='drop')
     outs.append(out)
-  return jnp.where(segment_ids[:, :, None, None] > 0, jnp.concatenate(outs, axis=2), 0)
+  joined = jnp.concatenate(outs, axis=2)
+  return jnp.where(segment_ids[:, :, None, None] > 0, joined, 0)
 
 
 def take(x: Array, at: Array) -> Array:
@@ -95,16 +100,19 @@ def _attend_windows(
   time = segment_ids.shape[1]
   d = seen.dilation
   size = max(1, min(seen.slice_size // d, -(-time // d)))
-  beside = -(-seen.width // size)  # whole slices within reach of a window, on each side
+  reach = -(-seen.width // size)  # whole slices within reach of a window, on each side
   at = jnp.broadcast_to(jnp.arange(time)[None], segment_ids.shape)
   tokens = KVCache(local.k, local.v, segment_ids)
 
   def with_reach(x):
-    around = ((0, 0), (beside * size, beside * size)) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(slices.split_residues(x, d), around)
+    padding = [(0, 0), (reach * size, reach * size), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(slices.split_residues(x, d), padding)
+
+  def global_of_residues(x):
+    return jnp.repeat(take(x, global_tokens), d, axis=0)
 
   row = jax.tree.map(with_reach, tokens)
-  far, far_at = jax.tree.map(lambda x: jnp.repeat(take(x, global_tokens), d, axis=0), (tokens, at))
+  far, far_at = jax.tree.map(global_of_residues, (tokens, at))
 
   def global_parts(now, _, edge):
     """A global token outside the window is rotated to the edge on its side."""
@@ -112,14 +120,15 @@ def _attend_windows(
       return []
     ahead = now.positions[:, :, None] - far_at[:, None]
     outside = (jnp.abs(ahead) > seen.width * d) | (ahead % d != 0)
-    visible = outside & (now.segment_ids[:, :, None] == far.segment_ids[:, None])
-    return [
-      Part.of(rotate(now.q, *edge), far.keys, far.values, visible & (ahead > 0)),
-      Part.of(now.q, rotate(far.keys, *edge), far.values, visible & (ahead < 0)),
-    ]
+    visible = outside & same_document(now.segment_ids, far.segment_ids)
+    q = rotate(now.q, *edge)
+    before = Part.of(q, far.keys, far.values, visible & (ahead > 0))
+    keys = rotate(far.keys, *edge)
+    after = Part.of(now.q, keys, far.values, visible & (ahead < 0))
+    return [before, after]
 
   queries = Queries(local.q, at, segment_ids)
-  return attend_windows(seen, queries, row, (beside, beside), size, global_parts, None, dropout)
+  return attend_windows(seen, queries, row, (reach, reach), size, global_parts, None, dropout)
 
 
 def _attend_documents(
@@ -141,14 +150,14 @@ def _attend_documents(
   def rotated(x, where):
     return rotate(x, cos[where], sin[where])
 
-  def attend_slice(now):
-    k, v, documents, number = now
-    # The slice's first key is at coordinate 0; far queries are clipped, since no key is then
-    # inside.
+  def attend_slice(inputs):
+    k, v, documents, number = inputs
+    # The slice's first key is at coordinate 0. The coordinates of far queries are clipped, since
+    # their windows contain no key of the slice.
     coordinate = global_tokens - number * size
     row = reach + jnp.clip(coordinate, -reach, size - 1 + reach)
     ahead = coordinate[:, :, None] - np.arange(size)[None, None]
-    visible = own[:, :, None] == documents[:, None]
+    visible = same_document(own, documents)
     inside = slice(reach, reach + size)
     edge = slice(reach, reach + 1)
     near = rotate(q, *(table[row] for table in tables))
@@ -162,13 +171,12 @@ def _attend_documents(
   keys, values, documents = (
     slices.cut(x, size) for x in (from_global.k, from_global.v, segment_ids)
   )
-  outs, log_totals = slices.for_each(
-    attend_slice,
-    (keys, values, documents, jnp.arange(len(keys))),
-    logits=3 * batch * chosen * heads * size,
-  )
+  inputs = (keys, values, documents, jnp.arange(len(keys)))
+  logits = 3 * batch * chosen * heads * size
+  outs, log_totals = slices.for_each(attend_slice, inputs, logits=logits)
   # Each slice of keys has its own softmax; the denominators give each slice's share.
-  out = jnp.sum(jax.nn.softmax(log_totals, axis=0) * outs, axis=0)
+  shares = jax.nn.softmax(log_totals, axis=0)
+  out = jnp.sum(shares * outs, axis=0)
   return ungroup_queries(out.astype(q.dtype), heads)
 
 
@@ -201,7 +209,8 @@ class BidirectionalLongformer(WindowAttention):
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the keys of a token's window and the global tokens."""
     keys = 2 * self.window + 1 + 2 * self._global_tokens
-    kv_width = self._kv_width * (2 if self._global_tokens else 1)
+    projections = 2 if self._global_tokens else 1
+    kv_width = projections * self._kv_width
     return 4 * width * (self._q_width + kv_width) + 4 * keys * self._q_width
 
   def __call__(

@@ -50,12 +50,16 @@ class FullAttention(LongformerAttention):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Any:
     """An empty window, or nothing without a carry."""
-    return super().initial_carry(batch_size, dtype) if self.carried else ()
+    if not self.carried:
+      return ()
+    return super().initial_carry(batch_size, dtype)
 
   def forward_flops(self, width: int) -> int:
     """As `LongformerAttention`; without a carry, a token reads half of its chunk on average."""
     whole = super().forward_flops(width)
-    return whole if self.carried else whole - 2 * self.window * self._q_width
+    if self.carried:
+      return whole
+    return whole - 2 * self.window * self._q_width
 
   def __call__(
     self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
@@ -81,14 +85,15 @@ class FullAttention(LongformerAttention):
     q = rotate(q * width**-0.5, *angles)
     k = rotate(k, *angles)
     if self._uses_kernel(time):
-      form = (time, time, self.window, self.kernels)
+      form = kernels.Form(time, time, self.window, self.kernels)
       return kernels.attend(form, q, k, v, (segment_ids, segment_ids), ())
     outs = []
     # A slice of queries reads the keys up to its end, and none after it.
     for begin in range(0, time, self.slice_size):
       end = min(begin + self.slice_size, time)
-      same = segment_ids[:, begin:end, None] == segment_ids[:, None, :end]
-      past = np.arange(begin, end)[:, None] >= np.arange(end)[None]
+      same = softmax.same_document(segment_ids[:, begin:end], segment_ids[:, :end])
+      query = np.arange(begin, end)
+      past = query[:, None] >= np.arange(end)[None]
       part = Part.of(q[:, begin:end], k[:, :end], v[:, :end], same & past[None])
       out, _ = softmax.attend((part,), dropout and dropout.of(begin))
       outs.append(softmax.ungroup_queries(out.astype(q.dtype), heads))

@@ -1,15 +1,15 @@
 """Window attention by a library's kernel: jax's splash attention on TPUs, cuDNN's on NVIDIA GPUs.
 
 The kernel computes the softmax of a window, forwards and backwards, and writes no logits to memory.
-Registers and document starts, which it does not know, are read beside it by `softmax.attend`. The
-logarithms of both denominators join the results, and backwards both recompute their weights from
-the joint one (Dao et al. 2022, FlashAttention, algorithm 4).
+It knows neither registers nor document starts: `softmax.attend` reads these. The logarithms of both
+denominators join the results. Backwards, both recompute their weights from the logarithm of the
+joint denominator (Dao et al. 2022, FlashAttention, algorithm 4).
 """
 
 from collections.abc import Callable, Container, Sequence
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -26,8 +26,28 @@ from valkyrie.types import Array, DType, SequenceMixer
 
 CHOICES = (None, 'prefer', 'require', 'interpret')  # of `LongformerAttention.kernels`
 LANES = 128  # the queries and keys of a block are a multiple
-# S, N, W, choice: the last S of N tokens see W before themselves.
-Form = tuple[int, int, int, str | None]
+
+
+class Form(NamedTuple):
+  """The last S = `queries` of N = `keys` tokens see the W = `window` tokens before themselves."""
+
+  queries: int
+  keys: int
+  window: int
+  choice: str | None
+
+
+class Kernel(NamedTuple):
+  """An attention of rows.
+
+  scope: a context in which it is traced, whose name tells `certificates.work` what is computed.
+  forward: (q, k, v, segments) -> (out, (the logarithm of the denominator,)).
+  backward: (q, k, v, segments, out, that logarithm, the gradient of out) -> gradients of q, k, v.
+  """
+
+  scope: Any
+  forward: Callable[..., Any]
+  backward: Callable[..., Any]
 
 
 def why_not(choice: str, time: int) -> str | None:
@@ -47,18 +67,19 @@ def is_used(choice: str | None, time: int, lengths: Container[int]) -> bool:
   return choice is not None and time in lengths and not why_not(choice, time)
 
 
-def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
-  """A scope that tells `certificates.work` the logits, the kernel of rows, and its gradient."""
-  # Not at the head: Pallas takes a second to import, for which runs without kernels do not wait.
+def _splash(form: Form, rows: int, heads: int) -> Kernel:
+  """Splash attention; the scope has the number of logits and the size of blocks."""
+  # Pallas takes a second to import, for which runs without kernels do not wait.
   splash = importlib.import_module('jax.experimental.pallas.ops.tpu.splash_attention')
   queries, keys, window, choice = form
   size = next(size for size in (4 * LANES, 2 * LANES, LANES) if queries % size == 0)
-  begins = range(keys - queries, keys, size)
-  blocks = sum(begin // size - max(0, begin - window) // size + 1 for begin in begins)
   mask = splash.LocalMask((queries, keys), (window, 0), offset=keys - queries)
-  options = {'block_sizes': splash.BlockSizes(*8 * [size]), 'interpret': choice == 'interpret'}
-  masks = splash.MultiHeadMask([mask] * heads)
-  kernel = splash.make_splash_mha_single_device(masks, save_residuals=True, **options)
+  kernel = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([mask] * heads),
+    block_sizes=splash.BlockSizes(*8 * [size]),
+    save_residuals=True,
+    interpret=choice == 'interpret',
+  )
 
   def forward(q, k, v, segments):
     return kernel(q, k, v, splash.SegmentIds(*segments))
@@ -66,28 +87,47 @@ def _splash(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
   # The public gradient takes no cotangent of the logarithm. A joint softmax needs none:
   # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
   def backward(q, k, v, segments, out, log_total, gradient):
-    information = kernel.dq_mask_info, kernel.dkv_mask_info
-    saved = q, k, v, splash.SegmentIds(*segments), None, out, log_total, *information
+    masks = kernel.dq_mask_info, kernel.dkv_mask_info
+    saved = q, k, v, splash.SegmentIds(*segments), None, out, log_total, *masks
     rule = splash.splash_attention_kernel._splash_attention_bwd
-    return rule(**kernel.kwargs, res=saved, do=gradient)[3:6]
+    gradients = rule(**kernel.kwargs, res=saved, do=gradient)
+    return gradients[3:6]
 
-  scope = jax.named_scope(f'splash_{rows * heads * blocks * size**2}_{size}')
-  return scope, jax.vmap(forward), jax.vmap(backward)
+  logits = rows * heads * _seen_blocks(form, size) * size**2
+  scope = jax.named_scope(f'splash_{logits}_{size}')
+  return Kernel(scope, jax.vmap(forward), jax.vmap(backward))
 
 
-def _cudnn(form: Form) -> tuple[Any, ...]:
-  """A scope, cuDNN's attention of rows, and its gradient, in bfloat16 and float16."""
+def _seen_blocks(form: Form, size: int) -> int:
+  """The blocks of size x size logits of a head in which some query sees a key."""
+  count = 0
+  for begin in range(form.keys - form.queries, form.keys, size):
+    first = max(0, begin - form.window) // size
+    last = begin // size
+    count += last - first + 1
+  return count
+
+
+def _cudnn(form: Form) -> Kernel:
+  """cuDNN's attention, in bfloat16 and float16."""
   cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
-  queries, keys, window, _ = form
-  steps = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
+  _, keys, window, _ = form
+  query = np.arange(keys - form.queries, keys)
+  steps = query[:, None] - np.arange(keys)
   inside = (steps >= 0) & (steps <= window)
 
   # As in jax.nn.dot_product_attention, whose gradient reads only its own denominator.
   def call(primitive, q, k, v, segments, *more, **options):
-    seen = inside[None] & (segments[0][:, :, None] == segments[1][:, None])
+    seen = inside[None] & softmax.same_document(*segments)
     bias = jnp.where(seen, 0, softmax.MASKED).astype(q.dtype)[:, None]
+    unused = 6 * [jnp.zeros(0, q.dtype)]
     return primitive.bind(
-      *(q, k, v, bias, *6 * [jnp.zeros(0, q.dtype)], *more),
+      q,
+      k,
+      v,
+      bias,
+      *unused,
+      *more,
       scale=1.0,
       seed=0,
       dropout_rate=0.0,
@@ -107,20 +147,29 @@ def _cudnn(form: Form) -> tuple[Any, ...]:
     primitive = cudnn._dot_product_attention_bwd_p_wrapper
     return call(primitive, q, k, v, segments, log_total, *results)
 
-  return jax.named_scope('cudnn'), forward, backward
+  return Kernel(jax.named_scope('cudnn'), forward, backward)
 
 
 def _by_cudnn(choice: str | None) -> bool:
   return platform() == 'gpu' and choice != 'interpret'
 
 
-def _kernel(form: Form, rows: int, heads: int) -> tuple[Any, ...]:
-  return _cudnn(form) if _by_cudnn(form[-1]) else _splash(form, rows, heads)
+def _kernel(form: Form, rows: int, heads: int) -> Kernel:
+  if _by_cudnn(form.choice):
+    return _cudnn(form)
+  return _splash(form, rows, heads)
 
 
 def slice_size(choice: str | None, most: int, plain: int) -> int:
-  """Queries of a slice: splash skips blocks that no query sees, cuDNN computes all."""
-  return max(1, (min(most, plain) if _by_cudnn(choice) else most) // LANES) * LANES
+  """The queries of a slice, about `most`; `plain` are those of the plain form.
+
+  cuDNN computes all logits of a slice, so it gets slices as short as the plain form's. Splash
+  attention skips the blocks in which no query sees a key.
+  """
+  queries = most
+  if _by_cudnn(choice):
+    queries = min(most, plain)
+  return max(1, queries // LANES) * LANES
 
 
 def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Sequence) -> Array:
@@ -128,40 +177,51 @@ def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Seque
 
   q [R, S, H, K], and k and v [R, N, J, K], are scaled and rotated; `segments` are of both.
   """
-  q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-  return jnp.swapaxes(_attend(form, q, k, v, segments, tuple(parts)), 1, 2)
+  by_head = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+  out: Any = _attend(form, *by_head, segments, tuple(parts))
+  return jnp.swapaxes(out, 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(form, *arrays):
-  return _forward(form, *arrays)[0]
+  out, _ = _forward(form, *arrays)
+  return out
 
 
 def _forward(form, q, k, v, segments, parts):
-  scope, forward, _ = _kernel(form, *q.shape[:2])
-  with scope:
-    out, (log_total,) = forward(q, k, v, segments)
+  rows, heads = q.shape[:2]
+  kernel = _kernel(form, rows, heads)
+  with kernel.scope:
+    out, (log_total,) = kernel.forward(q, k, v, segments)
   out = out.astype(wide(q.dtype))
   log_total = log_total[..., None]
   if parts:
-    others, log_others = (x.reshape(*q.shape[:3], -1) for x in softmax.attend(parts))
+    results = softmax.attend(parts)
+    others, log_others = (x.reshape(*q.shape[:3], -1) for x in results)
     log_window = log_total
     log_total = jnp.logaddexp(log_total, log_others)
-    out = jnp.exp(log_window - log_total) * out + jnp.exp(log_others - log_total) * others
-  out, log_total = (checkpoint_name(x, 'attention') for x in (out, log_total))
+    window_share = jnp.exp(log_window - log_total)
+    out = window_share * out + jnp.exp(log_others - log_total) * others
+  out = checkpoint_name(out, 'attention')
+  log_total = checkpoint_name(log_total, 'attention')
   return out.astype(q.dtype), (q, k, v, segments, parts, out, log_total)
 
 
 def _backward(form, residuals, gradient):
   q, k, v, segments, parts, out, log_total = residuals
-  scope, _, backward = _kernel(form, *q.shape[:2])
-  with scope:
-    d_window = backward(q, k, v, segments, out, log_total[..., 0], gradient)
-  d_parts = ()
-  joint = (out, log_total, gradient.astype(out.dtype))
-  if parts:
-    out, log_total, gradient = (x.reshape(*k.shape[:2], -1, x.shape[3]) for x in joint)
-    d_parts, _ = softmax.attend_backward((parts, None, out, log_total), (gradient, 0.0))
+  rows, heads = q.shape[:2]
+  kernel = _kernel(form, rows, heads)
+  with kernel.scope:
+    d_window = kernel.backward(q, k, v, segments, out, log_total[..., 0], gradient)
+  if not parts:
+    return *d_window, None, ()
+
+  def by_kv_head(x):
+    return x.reshape(*k.shape[:2], -1, x.shape[3])
+
+  wide_gradient = gradient.astype(out.dtype)
+  residuals = (parts, None, by_kv_head(out), by_kv_head(log_total))
+  d_parts, _ = softmax.attend_backward(residuals, (by_kv_head(wide_gradient), 0.0))
   return *d_window, None, d_parts
 
 
@@ -185,7 +245,7 @@ def results(
   options = MixerOptions(kernel_lengths=(time,) if by_kernel else ())
 
   def read(x, carry):
-    mixer = make()
+    mixer: Any = make()
     configure(mixer, options)
     y, _ = mixer(x, carry, positions=positions, segment_ids=segments)
     return y
@@ -200,6 +260,11 @@ def results(
   weights = jax.random.normal(weights_key, shape, dtype)
   weights = jnp.where(segments[..., None] > 0, weights, 0)
   params = mixer.init(carry_key, x, carry)
-  y, gradient = jax.vjp(lambda params, x: mixer.apply(params, None, x, carry), params, x)
-  arrays = jax.tree.leaves((jnp.where(weights == 0, 0, y), gradient(weights)))
+
+  def apply(params, x):
+    return mixer.apply(params, None, x, carry)
+
+  y, gradient = jax.vjp(apply, params, x)
+  outputs = jnp.where(weights == 0, 0, y)
+  arrays = jax.tree.leaves((outputs, gradient(weights)))
   return [array.astype(jnp.float32) for array in arrays]

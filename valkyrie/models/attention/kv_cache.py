@@ -7,6 +7,7 @@ piece is shorter than the window, each device forwards the tokens that it receiv
 window needs.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -55,7 +56,8 @@ def slide_window(window: KVCache, tokens: KVCache, length: Array) -> KVCache:
 
   def slide(old, new):
     both = jnp.concatenate([old, new], axis=1)
-    return jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, slots))(both, length)
+    last_slots = functools.partial(lax.dynamic_slice_in_dim, slice_size=slots)
+    return jax.vmap(last_slots)(both, length)
 
   return jax.tree.map(slide, window, tokens)
 
@@ -77,10 +79,11 @@ def starts_before(
   reached = np.arange(slots)[None, None] <= position[..., None]
 
   def pick(old, new):
-    found = jax.vmap(lambda row, tokens: jnp.take(row, tokens, axis=0, mode='clip'))(new, at)
+    take = functools.partial(jnp.take, axis=0, mode='clip')
+    read = jax.vmap(take)(new, at)
     shape = (*at.shape, *(1,) * (new.ndim - 2))
-    found = jnp.where(reached.reshape(shape), found, jnp.zeros_like(found))
-    return jnp.where(carried.reshape(shape), old[:, None], found)
+    read = jnp.where(reached.reshape(shape), read, jnp.zeros_like(read))
+    return jnp.where(carried.reshape(shape), old[:, None], read)
 
   return jax.tree.map(pick, starts, tokens), carried
 
@@ -104,7 +107,8 @@ def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[
   time = tokens.segment_ids.shape[1]
   before = after = window
   for _ in range(min(-(-slots // time), sequence_parallel.size())):
-    last = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1)[:, time:], before, tokens)
+    both = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1), before, tokens)
+    last = jax.tree.map(lambda x: x[:, time:], both)
     after = sequence_parallel.shift_right(last)
     before = sequence_parallel.select_first(window, after)
 
@@ -131,10 +135,12 @@ def _exchange_starts(
   found, carried = jax.tree.map(lambda x: x[:, 0], at_the_end)
 
   def then(first, second):
-    (earlier, were_carried), (later, are_carried) = first, second
+    earlier, were_carried = first
+    later, are_carried = second
 
     def pick(old, new):
-      return jnp.where(are_carried.reshape(*are_carried.shape, *(1,) * (new.ndim - 3)), old, new)
+      of_each = are_carried.reshape(*are_carried.shape, *(1,) * (new.ndim - 3))
+      return jnp.where(of_each, old, new)
 
     return jax.tree.map(pick, earlier, later), were_carried & are_carried
 

@@ -88,7 +88,8 @@ class WindowAttention(Module):
   @hk.transparent
   def _project_out(self, out: Array, width: int) -> Array:
     """[B, T, H, K] -> [B, T, D]."""
-    (projected,) = project(out.reshape(*out.shape[:2], -1), ('heads', 'embed'), out=width)
+    joined = out.reshape(*out.shape[:2], -1)
+    (projected,) = project(joined, ('heads', 'embed'), out=width)
     return projected
 
   def _dropout(self) -> Dropout | None:
@@ -138,8 +139,9 @@ class LongformerAttention(WindowAttention):
 
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the W + 1 + G keys that a token reads."""
+    projections = 4 * width * (self._q_width + self._kv_width)
     keys = self.window + 1 + self.registers + self.document_start
-    return 4 * width * (self._q_width + self._kv_width) + 4 * keys * self._q_width
+    return projections + 4 * keys * self._q_width
 
   def __call__(
     self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
@@ -150,10 +152,12 @@ class LongformerAttention(WindowAttention):
     choice = self.kernels if self._uses_kernel(x.shape[1]) else None
     shape = (self.registers, *k.shape[2:])
     init = hk.initializers.RandomNormal(1.0)
-    keys, values = (
-      parameter(name, shape, init, axes=(None, None, None)) if self.registers else jnp.zeros(shape)
-      for name in ('register_keys', 'register_values')
-    )
+    if self.registers:
+      axes = (None, None, None)
+      keys = parameter('register_keys', shape, init, axes=axes)
+      values = parameter('register_values', shape, init, axes=axes)
+    else:
+      keys = values = jnp.zeros(shape)
     out, carry = sliding_window_attention(
       q,
       k,

@@ -47,14 +47,17 @@ class Rotary:
 
   def frequencies(self, width: int) -> np.ndarray:
     """Radians a token, [K/2] in float64."""
-    plain = self.base ** -(np.arange(width // 2) / (width // 2))
+    pairs = width // 2
+    plain = self.base ** -(np.arange(pairs) / pairs)
     turns = self.original_context * plain / (2 * np.pi)
-    kept = np.clip((turns - self.low_turns) / (self.high_turns - self.low_turns), 0, 1)
+    kept = (turns - self.low_turns) / (self.high_turns - self.low_turns)
+    kept = np.clip(kept, 0, 1)  # the share of the plain frequency; the factor slows the rest
     return plain * (kept + (1 - kept) / self.factor)
 
   def angles(self, length: int, width: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [length, K/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
-    angle = step * np.arange(length)[:, None] * self.frequencies(width)
+    coordinates = step * np.arange(length)
+    angle = coordinates[:, None] * self.frequencies(width)
     return np.cos(angle), np.sin(angle)
 
 
@@ -68,10 +71,12 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
 
   def broadcast(angle):
     rows = angle.shape[0] if angle.ndim == 3 else 1
+    size, pairs = angle.shape[-2:]
     heads = (1,) * (x.ndim - 3)
-    return jnp.asarray(angle, first.dtype).reshape(rows, angle.shape[-2], *heads, angle.shape[-1])
+    return jnp.asarray(angle, first.dtype).reshape(rows, size, *heads, pairs)
 
   c = broadcast(cos)
   s = broadcast(sin)
-  rotated = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-  return rotated.astype(x.dtype)
+  real = first * c - second * s
+  imaginary = second * c + first * s
+  return jnp.concatenate([real, imaginary], axis=-1).astype(x.dtype)

@@ -4,7 +4,8 @@ A slice of queries reads its windows, see `windows`, and G global keys: learned 
 first tokens of the query's own document. The slices before a chunk's first one come from the carry.
 So a chunk of one token is a decoding step, and the cuts between chunks change nothing.
 
-Keys are carried unrotated: no angle exceeds (W + 2 S) at any length of the document.
+Keys are carried unrotated, and rotated by their coordinates in a slice. So angles stay below
+W + 2 S positions, in a document of any length.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from valkyrie.models import slices
 from valkyrie.models.attention import kernels, kv_cache
 from valkyrie.models.attention.kv_cache import AttentionCarry, KVCache
 from valkyrie.models.attention.rotary import rotate
-from valkyrie.models.attention.softmax import Dropout, Part
+from valkyrie.models.attention.softmax import Dropout, Part, same_document
 from valkyrie.models.attention.windows import Queries, Windows, attend_windows
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
@@ -46,20 +47,21 @@ def _global_part(
   if keys.skipped is not None:
     inside, positions = keys.skipped
     first = jnp.where(positions < slots, inside.segment_ids, 0)
-    starts = jax.tree.map(
-      lambda *x: jnp.concatenate(x, axis=1), starts, inside._replace(segment_ids=first)
-    )
+    firsts = inside._replace(segment_ids=first)
+    starts = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), starts, firsts)
     from_inside = queries.positions[:, :, None] - positions[:, None, :]
     distance = jnp.concatenate([distance, from_inside], axis=2)
   outside = distance > seen.width * seen.dilation
   if seen.dilation > 1:
     outside |= (distance > 0) & (distance % seen.dilation > 0)
-  visible = outside & (queries.segment_ids[:, :, None] == starts.segment_ids[:, None, :])
-  registers = (
-    jnp.broadcast_to(part, (len(queries.q), *part.shape)).astype(starts.keys.dtype)
-    for part in given
-  )
-  k, v = (jnp.concatenate(x, axis=1) for x in zip(registers, starts[:2], strict=True))
+  visible = outside & same_document(queries.segment_ids, starts.segment_ids)
+
+  def after_registers(part, of_starts):
+    registers = jnp.broadcast_to(part, (len(queries.q), *part.shape))
+    return jnp.concatenate([registers.astype(of_starts.dtype), of_starts], axis=1)
+
+  k = after_registers(given[0], starts.keys)
+  v = after_registers(given[1], starts.values)
   mask = jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True)
   # A score depends on the difference of two coordinates, so the keys are rotated backwards instead
   # of the queries forwards: without dilation they are few.
@@ -77,12 +79,14 @@ def _attend_heads(
   dropout: Dropout | None,
 ) -> tuple[Array, KVCache]:
   """Heads of one dilation over a chunk -> (out [B, T, H, K], the starts after `length` [B])."""
-  (batch, time), slots = queries.positions.shape, carry.starts.segment_ids.shape[1]
+  batch, time = queries.positions.shape
+  slots = carry.starts.segment_ids.shape[1]
   window = seen.width
   d = seen.dilation
-  # At most W, so that a document which starts inside a slice is wholly inside the window of the
-  # slice's last query.
-  size = max(1, min(seen.slice_size // d, window, -(-time // d)))
+  # At most W, so that the window of a slice's last query contains the whole of a document that
+  # starts inside the slice.
+  steps = -(-time // d)
+  size = max(1, min(seen.slice_size // d, window, steps))
   if seen.kernels is not None:  # of whole blocks
     most = min(window + (not slots), time)
     size = kernels.slice_size(seen.kernels, most, seen.slice_size)
@@ -91,34 +95,38 @@ def _attend_heads(
   def with_reach(old, new):
     """The carried tokens, as whole slices, before the new ones."""
     old = slices.split_residues(old[:, old.shape[1] - window * d :], d)
-    padding = jnp.zeros((old.shape[0], back * size - window, *old.shape[2:]), old.dtype)
+    missing = back * size - window
+    padding = jnp.zeros((old.shape[0], missing, *old.shape[2:]), old.dtype)
     return jnp.concatenate([padding, old, slices.split_residues(new, d)], axis=1)
 
   row = jax.tree.map(with_reach, carry.window, tokens)
   count = -(-time // (size * d))
-  begins = jnp.broadcast_to(size * d * jnp.arange(count)[None], (batch, count))
+  begins = size * d * jnp.arange(count)[None]
+  begins = jnp.broadcast_to(begins, (batch, count))
   ends = jnp.concatenate([begins, length[:, None]], axis=1)
   starts, _ = kv_cache.starts_before(carry.starts, tokens, queries.positions, ends)
 
   def for_each_residue(x):
-    return jnp.repeat(x, d, axis=1) if d > 1 else x
+    if d == 1:
+      return x
+    return jnp.repeat(x, d, axis=1)
 
-  before = jax.tree.map(lambda x: for_each_residue(jnp.moveaxis(x[:, :-1], 1, 0)), starts)
+  def before_slices(x):
+    return for_each_residue(jnp.moveaxis(x[:, :-1], 1, 0))
+
+  def inside_slices(x):
+    return for_each_residue(slices.cut(x, size * d))
+
+  before = jax.tree.map(before_slices, starts)
   skipped = None
   if d > 1 and slots:
-    skipped = jax.tree.map(
-      lambda x: for_each_residue(slices.cut(x, size * d)), (tokens, queries.positions)
-    )
-  out = attend_windows(
-    seen,
-    queries,
-    row,
-    (back, 0),
-    size,
-    lambda now, keys, edge: _global_part(now, keys, edge, registers, seen),
-    _Globals(before, skipped),
-    dropout,
-  )
+    skipped = jax.tree.map(inside_slices, (tokens, queries.positions))
+
+  def global_part(now, keys, edge):
+    return _global_part(now, keys, edge, registers, seen)
+
+  global_keys = _Globals(before, skipped)
+  out = attend_windows(seen, queries, row, (back, 0), size, global_part, global_keys, dropout)
   return out, jax.tree.map(lambda x: x[:, -1], starts)
 
 
@@ -161,7 +169,7 @@ def sliding_window_attention(
       Queries(q[:, :, seen.query_heads], positions, segment_ids),
       tokens.of_heads(seen.heads),
       length,
-      AttentionCarry(*(cache.of_heads(seen.heads) for cache in carry)),
+      AttentionCarry(carry.window.of_heads(seen.heads), carry.starts.of_heads(seen.heads)),
       (registers[0][:, seen.heads], registers[1][:, seen.heads]),
       seen,
       dropout and dropout.of(number),
@@ -171,6 +179,8 @@ def sliding_window_attention(
   out = jnp.concatenate(outs, axis=2)
   if after_chunk is not None:
     return out, after_chunk
-  keys, values = (jnp.concatenate(parts, axis=2) for parts in list(zip(*starts, strict=True))[:2])
+  keys = jnp.concatenate([started.keys for started in starts], axis=2)
+  values = jnp.concatenate([started.values for started in starts], axis=2)
   after = KVCache(keys, values, starts[0].segment_ids)
-  return out, AttentionCarry(kv_cache.slide_window(carry.window, tokens, length), after)
+  window = kv_cache.slide_window(carry.window, tokens, length)
+  return out, AttentionCarry(window, after)

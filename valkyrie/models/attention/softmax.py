@@ -1,8 +1,8 @@
 """Softmax attention of a slice of queries, over keys in several parts.
 
-The keys of a part are scored alike: a window at its true distances, global tokens at one distance.
-All parts of a query share one softmax. The backward pass is written out: it keeps only the outputs
-of a slice, and draws dropout again from its key.
+The keys of a part are scored in one way: a window at its true distances, or global tokens, all at
+one distance. All parts of a query share one softmax. The backward pass is written out: it keeps
+only the outputs of a slice, and draws dropout again from its key.
 """
 
 import functools
@@ -47,18 +47,30 @@ class Part(NamedTuple):
   @classmethod
   def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
-    (batch, size, heads, width), kv_heads = q.shape, k.shape[2]
+    batch, size, heads, width = q.shape
+    kv_heads = k.shape[2]
     by_group = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
-    queries = jnp.einsum('bsjgk->bjgsk', by_group).reshape(batch, kv_heads, -1, width)
+    queries = jnp.einsum('bsjgk->bjgsk', by_group)
+    queries = queries.reshape(batch, kv_heads, -1, width)
     return cls(queries, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
+
+
+def same_document(queries: Array, keys: Array) -> Array:
+  """Whether each of the queries, segment_ids [B, S], and each of the keys [B, N] share a document.
+
+  bool [B, S, N].
+  """
+  return queries[:, :, None] == keys[:, None]
 
 
 def ungroup_queries(out: Array, heads: int) -> Array:
   """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of the layout of queries in a `Part`."""
   batch, kv_heads, queries, width = out.shape
   group = heads // kv_heads
-  grouped = out.reshape(batch, kv_heads, group, queries // group, width)
-  return jnp.einsum('bjgsk->bsjgk', grouped).reshape(batch, queries // group, heads, width)
+  size = queries // group
+  grouped = out.reshape(batch, kv_heads, group, size, width)
+  by_token = jnp.einsum('bjgsk->bsjgk', grouped)
+  return by_token.reshape(batch, size, heads, width)
 
 
 def _logits(part: Part) -> Array:
@@ -72,7 +84,9 @@ def _logits(part: Part) -> Array:
 
 
 def _dropped(weights: Array, dropout: Dropout | None, part: int) -> Array:
-  return weights if dropout is None else dropout.of(part)(weights)
+  if dropout is None:
+    return weights
+  return dropout.of(part)(weights)
 
 
 @jax.custom_vjp
@@ -84,14 +98,14 @@ def attend(parts: tuple[Part, ...], dropout: Dropout | None = None) -> tuple[Arr
     both wide. The second joins the outputs of several slices of keys. For a query that sees no key
     the first is finite and meaningless, and the second is about `MASKED`.
   """
-  return _attend_forward(parts, dropout)[0]
+  results, _ = _attend_forward(parts, dropout)
+  return results
 
 
 def _attend_forward(parts, dropout):
   logits = [_logits(part) for part in parts]
-  largest = functools.reduce(
-    jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores in logits]
-  )
+  largest_of_parts = [jnp.max(scores, axis=-1, keepdims=True) for scores in logits]
+  largest = functools.reduce(jnp.maximum, largest_of_parts)
   total = jnp.zeros_like(largest)
   out = jnp.zeros_like(parts[0].q, largest.dtype)
   for number, (part, scores) in enumerate(zip(parts, logits, strict=True)):
@@ -108,20 +122,21 @@ def _attend_forward(parts, dropout):
 def attend_backward(residuals, gradients):
   """Recomputes the weights from `log_total` (Dao et al. 2022, FlashAttention, algorithm 4)."""
   # The derivative of the softmax p = exp(s - log_total) with o = Σ p v:
-  # ds = p (do·v - do·o + d log_total), where `own` is the part that all keys share.
+  # ds = p (do·v - do·o + d log_total), where all keys share the last two terms.
   parts, dropout, out, log_total = residuals
   gradient, d_log_total = gradients
-  own = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
+  shared = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
   cotangents = []
   for number, part in enumerate(parts):
     narrow = part.v.dtype
     dtype = gradient.dtype
-    # Computed anew, a large logit may be rounded above its own logarithm of the sum.
+    # A logit that is computed again may be rounded above the logarithm of the sum.
     weights = jnp.exp(jnp.minimum(_logits(part) - log_total, 0))
     d_weights = jnp.einsum(
       'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=dtype
     )
-    d_scores = (weights * (_dropped(d_weights, dropout, number) - own)).astype(narrow)
+    d_scores = weights * (_dropped(d_weights, dropout, number) - shared)
+    d_scores = d_scores.astype(narrow)
     weights = _dropped(weights, dropout, number).astype(narrow)
     d_q = jnp.einsum('bjqn,bjnk->bjqk', d_scores, part.k)
     d_k = _sum_over_queries(part.q, d_scores)
@@ -135,4 +150,5 @@ attend.defvjp(_attend_forward, attend_backward)
 
 def _sum_over_queries(x: Array, weights: Array) -> Array:
   # As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.
-  return jnp.swapaxes(jnp.einsum('bjkq,bjqn->bjkn', jnp.swapaxes(x, 2, 3), weights), 2, 3)
+  sums = jnp.einsum('bjkq,bjqn->bjkn', jnp.swapaxes(x, 2, 3), weights)
+  return jnp.swapaxes(sums, 2, 3)

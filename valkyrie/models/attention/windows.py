@@ -1,8 +1,8 @@
 """Windows over time, in slices of queries, of causal and of bidirectional attention.
 
-A slice of S queries reads its own keys, all keys of the slices within reach of its windows, and
-what its caller adds. So cost and memory are linear in time. Each residue of time modulo a dilation
-d is a row of its own (Longformer, Beltagy et al. 2020, section 3.1).
+A slice of S queries reads its own keys, all keys of the slices within reach of its windows, and the
+keys that its caller adds. So cost and memory are linear in time. Each residue of time modulo a
+dilation d is a row of its own (Longformer, Beltagy et al. 2020, section 3.1).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from valkyrie.models import slices
 from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.rotary import Rotary, rotate
-from valkyrie.models.attention.softmax import Dropout, Part, attend, ungroup_queries
+from valkyrie.models.attention.softmax import Dropout, Part, attend, same_document, ungroup_queries
 from valkyrie.types import Array
 
 
@@ -61,53 +61,68 @@ def attend_windows(
   around: tuple[int, int],
   size: int,
   others: Callable[[Queries, Any, tuple[np.ndarray, np.ndarray]], Sequence[Part]],
-  beside: Any,
+  other_keys: Any,
   dropout: Dropout | None,
 ) -> Array:
   """The queries of a chunk over their windows and the `others` -> [B, T, H, K].
 
   Args:
     queries: all of the chunk, S = T.
-    row: keys of each residue [B · d, ...], with the slices `around`: before and after the chunk's.
-    around: the whole slices within reach before and after; without any after, a window is causal.
+    row: the keys of each residue, [B · d, ...]: those of the chunk, and of slices before and after.
+    around: how many slices `row` has before the chunk and after it, as far as a window reaches;
+      with none after it, a window is causal.
     size: S, of a slice of a residue.
-    others: (scaled queries of a slice, its part of `beside`, cos and sin of the angle W) -> further
-      keys, in the same softmax.
-    beside: a pytree of leaves [slices, B · d, ...].
+    others: (scaled queries of a slice, its part of `other_keys`, cos and sin of the angle W) ->
+      further keys, in the same softmax.
+    other_keys: a pytree of leaves [slices, B · d, ...].
   """
-  (batch, time, heads, width), d = queries.q.shape, seen.dilation
-  now = jax.tree.map(lambda x: slices.cut(slices.split_residues(x, d), size), queries)
-  near = jax.tree.map(lambda x: slices.overlapping(x, size, sum(around) + 1), row)
+  batch, time, heads, width = queries.q.shape
+  d = seen.dilation
+  near_slices = sum(around) + 1  # its own included
+  residues = jax.tree.map(lambda x: slices.split_residues(x, d), queries)
+  by_slice = jax.tree.map(lambda x: slices.cut(x, size), residues)
+  near_by_slice = jax.tree.map(lambda x: slices.overlapping(x, size, near_slices), row)
   by_kernel = seen.kernels is not None
-  draws = None if dropout is None else jax.vmap(dropout.of)(jnp.arange(len(now.q)))
-  length = near.keys.shape[2]
+  draws = None
+  if dropout is not None:
+    draws = jax.vmap(dropout.of)(jnp.arange(len(by_slice.q)))
+  length = near_by_slice.keys.shape[2]
   first = around[0] * size
   own = slice(first, first + size)
   edge = slice(seen.width, seen.width + 1)
   cos, sin = seen.rotary.angles(length, width, d)
-  steps = np.arange(first, first + size)[:, None] - np.arange(length)[None]
-  inside = (steps >= (-seen.width if around[1] else 0)) & (steps <= seen.width)
+  query = np.arange(first, first + size)
+  steps = query[:, None] - np.arange(length)[None]
+  nearest = -seen.width if around[1] else 0
+  inside = (steps >= nearest) & (steps <= seen.width)
 
   def attend_slice(one):
-    now, near, beside, dropout = one
+    now, near, other_keys, dropout = one
     now = now._replace(q=now.q * width**-0.5)
-    same = now.segment_ids[:, :, None] == near.segment_ids[:, None]
     keys = rotate(near.keys, cos, sin)
-    visible = same & inside[None]
+    visible = same_document(now.segment_ids, near.segment_ids) & inside[None]
     q = rotate(now.q, cos[own], sin[own])
     window = Part.of(q, keys, near.values, visible)
-    further = others(now, beside, (cos[edge], sin[edge]))
+    further = others(now, other_keys, (cos[edge], sin[edge]))
     if by_kernel:
-      form = (size, length, seen.width, seen.kernels)
+      form = kernels.Form(size, length, seen.width, seen.kernels)
       segments = (now.segment_ids, near.segment_ids)
       return kernels.attend(form, q, keys, near.values, segments, further)
     out, _ = attend((window, *further), dropout)
     return ungroup_queries(out.astype(now.q.dtype), heads)
 
-  given = now, near, beside, draws
+  inputs = by_slice, near_by_slice, other_keys, draws
   if by_kernel:  # a row for each slice
-    rows = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), given)
-    out = attend_slice(rows).reshape(now.q.shape)
+    rows = jax.tree.map(_merge_leading, inputs)
+    out = attend_slice(rows).reshape(by_slice.q.shape)
   else:
-    out = slices.for_each(attend_slice, given, logits=batch * d * heads * size * length)
-  return slices.merge_residues(slices.join(out, -(-time // d)), d, time)
+    logits = batch * d * heads * size * length
+    out = slices.for_each(attend_slice, inputs, logits=logits)
+  by_residue = slices.join(out, -(-time // d))
+  return slices.merge_residues(by_residue, d, time)
+
+
+def _merge_leading(x: Array) -> Array:
+  """[N, B, ...] -> [N · B, ...]."""
+  count, batch, *rest = x.shape
+  return x.reshape(count * batch, *rest)

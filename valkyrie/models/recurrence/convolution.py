@@ -42,27 +42,31 @@ class CausalConvolution(Module):
     self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Tail]:
     """x [B, T, F] -> (y [B, T, F], the tail after the chunk)."""
-    init = hk.initializers.RandomUniform(-(self.taps**-0.5), self.taps**-0.5)
+    bound = self.taps**-0.5
+    init = hk.initializers.RandomUniform(-bound, bound)
     filters = parameter(
       'filters', (self.taps, x.shape[2]), init, axes=(None, 'activation'), cast=x.dtype
     )
     shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
-    for lag, (filter_, earlier) in enumerate(zip(filters.astype(x.dtype), shifted, strict=True)):
-      y += filter_[None, None] * jnp.where(positions[..., None] >= lag, earlier, 0)
+    taps = zip(filters.astype(x.dtype), shifted, strict=True)
+    for lag, (weights, earlier) in enumerate(taps):
+      y += weights[None, None] * jnp.where(positions[..., None] >= lag, earlier, 0)
     return y, tail
 
 
 def lagged(carry: Tail, x: Array, segment_ids: Array) -> tuple[list[Array], Tail]:
   """([x, x one token before, ..], each [B, T, F], as far as the tail reaches; the tail after x).
 
-  Of a device's piece x, the tail before the chunk is correct on device 0, as is the one after it.
+  Where x is a device's piece of a chunk, `carry` is the tail before the chunk. It is correct only
+  on device 0, and so is the tail after the chunk.
   """
   before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
   slots = before.shape[1]
+  time = x.shape[1]
   extended = jnp.concatenate([before, x], axis=1)
-  starts = range(slots, -1, -1)
-  return [extended[:, start : start + x.shape[1]] for start in starts], Tail(after)
+  shifted = [extended[:, start : start + time] for start in range(slots, -1, -1)]
+  return shifted, Tail(after)
 
 
 def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
@@ -75,9 +79,11 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
     return carried, ended
 
   def then(first, second):
-    (earlier, filled), (later, added) = first, second
+    earlier, filled = first
+    later, added = second
     place = added[..., None] + jnp.arange(slots)[None, None]
-    shifted = jnp.take_along_axis(earlier, jnp.minimum(place, slots - 1)[..., None], axis=2)
+    source = jnp.minimum(place, slots - 1)[..., None]
+    shifted = jnp.take_along_axis(earlier, source, axis=2)
     merged = jnp.where((place < slots)[..., None], shifted, later)
     return merged, jnp.minimum(filled + added, slots)
 

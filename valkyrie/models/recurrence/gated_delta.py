@@ -87,9 +87,16 @@ class GatedDeltaNet(DecayingHeads):
     z = self.value_width
     q = self.slice_size
     weights = width * (self._convolved + 2 * self.heads * (z + 1))
-    # Sums of decays, the inverse, K Kᵀ and Q Kᵀ; then the products behind the inverse.
-    of_slices = q * (2 * q + 2 * k) + q * (k + z) + k * (k + z) + k * k * z // q + z * (2 * k + q)
-    return 2 * (weights + self.heads * of_slices) + self._convolution.forward_flops(self._convolved)
+    # Multiply-adds of a token and head.
+    decays_and_inverse = 2 * q * q
+    pairs = 2 * q * k  # K Kᵀ and Q Kᵀ
+    solved = q * (k + z)  # the inverse times β (V, e K)
+    stored = k * (k + z)
+    state = k * k * z // q  # once a slice
+    outputs = z * (2 * k + q)
+    slices = decays_and_inverse + pairs + solved + stored + state + outputs
+    convolution = self._convolution.forward_flops(self._convolved)
+    return 2 * (weights + self.heads * slices) + convolution
 
   def __call__(
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
@@ -105,12 +112,11 @@ class GatedDeltaNet(DecayingHeads):
     )
     qkv, gate = products(x, [qkv_weights, gate_weights])
     qkv, tail = self._convolution(qkv, carry.tail, positions=positions, segment_ids=segment_ids)
-    q, k, v = (
-      part.reshape(batch, time, self.heads, -1)
-      for part in jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
-    )
+    parts = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
+    q, k, v = (part.reshape(batch, time, self.heads, -1) for part in parts)
     # Padding neither decays nor writes: log α = β = 0.
-    log_decay, beta = (jnp.where(is_token[..., None], rate, 0) for rate in self._decays(x))
+    rates = self._decays(x)
+    log_decay, beta = (jnp.where(is_token[..., None], rate, 0) for rate in rates)
     y, state = gated_delta_rule(
       _unit(q, self.key_width**-0.5),
       _unit(k),
@@ -124,8 +130,8 @@ class GatedDeltaNet(DecayingHeads):
     )
     y = y.reshape(batch, -1, self.value_width)
     normed = RMSNorm(name='norm')(y).reshape(batch, time, values)
-    gated = (normed * jax.nn.silu(gate.astype(y.dtype))).astype(x.dtype)
-    (out,) = project(gated, ('heads', 'embed'), out=width)
+    gated = normed * jax.nn.silu(gate.astype(y.dtype))
+    (out,) = project(gated.astype(x.dtype), ('heads', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
   def _decays(self, x: Array) -> tuple[Array, Array]:
@@ -134,7 +140,8 @@ class GatedDeltaNet(DecayingHeads):
     weights = projections(x, ('embed', None), step=self.heads, beta=self.heads)
     step, beta = products(x, weights, out_dtype=wide(x.dtype))
     step = jax.nn.softplus(step + step_bias[None, None])
-    return -jnp.exp(log_rate)[None, None] * step, WRITE_GATES[self.write_gate](beta)
+    log_decay = -jnp.exp(log_rate)[None, None] * step
+    return log_decay, WRITE_GATES[self.write_gate](beta)
 
 
 def _unit(x: Array, length: float = 1.0) -> Array:
@@ -169,7 +176,8 @@ def gated_delta_rule(
     first: [H, K, Z], the state before each document; None is zero.
   """
   time = q.shape[1]
-  size = min(slice_size, 1 << (time - 1).bit_length())
+  whole = 1 << (time - 1).bit_length()  # the least power of two that holds the chunk
+  size = min(slice_size, whole)
   q, k, v, log_decay, beta, reset = (  # [N, B, H, Q, ...]
     jnp.swapaxes(slices.cut(x, size), 2, 3) for x in (q, k, v, log_decay, beta, reset[..., None])
   )
@@ -177,7 +185,8 @@ def gated_delta_rule(
   values = v.shape[-1]
   across = jnp.swapaxes(k, -1, -2)
   if first is not None:  # a share is kept by the documents that start in the slice
-    kept = within @ jnp.where(reset, jnp.exp(log_decay), 0)[..., None]
+    started = jnp.where(reset, jnp.exp(log_decay), 0)
+    kept = within @ started[..., None]
     v = v - kept * (k @ first[None, None])
     first = first[None, None]
 
@@ -185,10 +194,14 @@ def gated_delta_rule(
   lower = jnp.tril(beta[..., None] * within * (k @ across), -1)
   right = jnp.concatenate([v, entering[..., None] * k], axis=-1)
   solved = unit_lower_inverse(lower) @ (beta[..., None] * right)
+  solved_values = solved[..., :values]
+  solved_keys = solved[..., values:]
   # The state after a slice is (1 + growth) S_0 + Kᵀ D U, with D to the slice's end.
-  stored = jnp.swapaxes(within[..., -1, :, None] * k, -1, -2) @ solved
-  identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None]
-  change = growth[..., None, None] * identity - stored[..., values:]
+  to_end = within[..., -1, :, None] * k
+  stored = jnp.swapaxes(to_end, -1, -2) @ solved
+  identity = jnp.eye(k.shape[-1], dtype=k.dtype)
+  decayed = growth[..., None, None] * identity[None, None, None]
+  change = decayed - stored[..., values:]
   starts = jnp.any(reset, axis=-1)[..., None, None]
   written = stored[..., :values]
   if first is not None:
@@ -196,8 +209,10 @@ def gated_delta_rule(
   effects = _Effect(starts, change, written)
   states, after = _states(effects, initial.astype(v.dtype))
 
-  u = solved[..., :values] - solved[..., values:] @ states
-  y = (entering[..., None] * q) @ states + (within * (q @ across)) @ u
+  u = solved_values - solved_keys @ states
+  from_before = (entering[..., None] * q) @ states
+  from_slice = (within * (q @ across)) @ u
+  y = from_before + from_slice
   if first is not None:
     y += (kept * q) @ first
   return slices.join(jnp.swapaxes(y, 2, 3), time), after
@@ -206,29 +221,27 @@ def gated_delta_rule(
 def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
   """(D [N, B, H, Q, Q], e [N, B, H, Q], the decay of each slice less 1, [N, B, H]).
 
-  Of log α [N, B, H, Q] and resets [N, B, 1, Q]; D and e are 0 across the start of a document.
+  The arguments are log α [N, B, H, Q] and the resets [N, B, 1, Q]. D and e are 0 across the start
+  of a document.
   """
   # Every exponent is a sum of logarithms, none a difference of two sums: those would lose the
   # digits of a weak decay behind a strong one, and could be above zero.
   log_decay = jnp.where(reset, 0, log_decay)  # no decay crosses a start
   document = jnp.cumsum(reset, axis=-1)
   size = log_decay.shape[-1]
-  causal = np.tril(np.ones((size, size), bool))
-  sums = jnp.einsum(
-    '...ik,kj->...ij',
-    jnp.where(causal[None, None, None], log_decay[..., None, :], 0),
-    np.tril(np.ones((size, size), log_decay.dtype), -1),
-    precision=_HIGHEST,
-  )
+  causal = np.tril(np.ones((size, size), bool))[None, None, None]
+  up_to_i = jnp.where(causal, log_decay[..., None, :], 0)
+  after_j = np.tril(np.ones((size, size), log_decay.dtype), -1)
+  sums = jnp.einsum('...ik,kj->...ij', up_to_i, after_j, precision=_HIGHEST)
   total = jnp.cumsum(log_decay, axis=-1)
-  seen = causal[None, None, None] & (document[..., None] == document[..., None, :])
-  within = jnp.where(seen, jnp.exp(sums), 0)
+  same_document = document[..., None] == document[..., None, :]
+  within = jnp.where(causal & same_document, jnp.exp(sums), 0)
   entering = jnp.where(document == 0, jnp.exp(total), 0)
   return within, entering, jnp.expm1(total[..., -1])
 
 
 class _Effect(NamedTuple):
-  """The effect of a span of time on the state S before it: S + change S + state, or `state`."""
+  """What a span of time makes of the state S before it: S + change S + state, or only `state`."""
 
   starts: Array  # bool [..., 1, 1, 1]: a document starts in the span, so S is dropped
   change: Array  # [..., H, K, K]
@@ -237,15 +250,15 @@ class _Effect(NamedTuple):
 
 def _after(state: Array, effect: _Effect) -> Array:
   """The state after a span."""
-  return jnp.where(effect.starts, effect.state, state + (effect.change @ state + effect.state))
+  changed = effect.change @ state + effect.state
+  return jnp.where(effect.starts, effect.state, state + changed)
 
 
 def _then(first: _Effect, second: _Effect) -> _Effect:
-  return _Effect(
-    first.starts | second.starts,
-    first.change + second.change + second.change @ first.change,
-    _after(first.state, second),
-  )
+  """The effect of a span, then of the next one."""
+  starts = first.starts | second.starts
+  change = first.change + second.change + second.change @ first.change
+  return _Effect(starts, change, _after(first.state, second))
 
 
 def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
@@ -262,8 +275,8 @@ def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
     return _then(before, effect), before
 
   nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), effects)
-  known = nothing._replace(state=sequence_parallel.select_first(initial, nothing.state))
-  piece, reached = lax.scan(compose, known, effects)
+  begin = sequence_parallel.select_first(initial, nothing.state)
+  piece, reached = lax.scan(compose, nothing._replace(state=begin), effects)
   before, ended = sequence_parallel.device_prefix_scan(piece, _then, nothing)
   return _after(before.state[None], reached), ended.state
 
@@ -288,9 +301,11 @@ def unit_lower_inverse(lower: Array) -> Array:
     identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
     return lax.fori_loop(1, size, substitute, identity)
   half = size // 2
-  blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
-  first, second = unit_lower_inverse(blocks)
-  corner = jnp.matmul(second, lower[..., half:, :half], precision=_HIGHEST)
+  a = lower[..., :half, :half]
+  c = lower[..., half:, :half]
+  d = lower[..., half:, half:]
+  first, second = unit_lower_inverse(jnp.stack([a, d]))
+  corner = jnp.matmul(second, c, precision=_HIGHEST)
   corner = jnp.matmul(corner, first, precision=_HIGHEST)
   return jnp.block([[first, jnp.zeros_like(first)], [-corner, second]])
 
@@ -303,7 +318,8 @@ def _inverse_forward(lower):
 def _inverse_backward(inverse, cotangent):
   """d(I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹."""
   transposed = jnp.swapaxes(inverse, -1, -2)
-  return (jnp.tril(-transposed @ cotangent @ transposed, -1),)
+  d_lower = -transposed @ cotangent @ transposed
+  return (jnp.tril(d_lower, -1),)
 
 
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

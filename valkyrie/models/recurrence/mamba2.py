@@ -53,10 +53,12 @@ class Mamba2(DecayingHeads):
 
   def forward_flops(self, width: int) -> int:
     """The projections, the convolution, the state written and read, and the pairs of a slice."""
-    projections = 2 * width * (2 * self._inner + self._convolved + self.heads)
+    projected = 2 * self._inner + self._convolved + self.heads
+    projections = 2 * width * projected
+    convolution = self._convolution.forward_flops(self._convolved)
     states = 4 * self.state_size * self._inner
     pairs = 2 * self.slice_size * (self.state_size + self._inner)
-    return projections + self._convolution.forward_flops(self._convolved) + states + pairs
+    return projections + convolution + states + pairs
 
   def __call__(
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
@@ -67,7 +69,8 @@ class Mamba2(DecayingHeads):
     widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
     xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
-    inner, b, c = jnp.split(jax.nn.silu(xbc), [self._inner, self._inner + self.state_size], axis=-1)
+    ends = [self._inner, self._inner + self.state_size]
+    inner, b, c = jnp.split(jax.nn.silu(xbc), ends, axis=-1)
     inner = inner.reshape(*inner.shape[:2], self.heads, self.head_width)
 
     log_rate, step_bias = self._rates_and_steps()
@@ -75,8 +78,9 @@ class Mamba2(DecayingHeads):
     dt = jax.nn.softplus(dt.astype(dtype) + step_bias[None, None])
     # A step of length zero changes no state.
     dt = jnp.where(is_token[..., None], dt, 0)
+    stepped = dt[..., None] * inner
     y, state = ssd(
-      (dt[..., None] * inner).astype(x.dtype),
+      stepped.astype(x.dtype),
       -jnp.exp(log_rate)[None, None] * dt,
       b,
       c,
@@ -86,8 +90,9 @@ class Mamba2(DecayingHeads):
       first=self.first_state(carry.state),
     )
     y += skip[None, None, :, None] * inner
-    y = RMSNorm()(y.reshape(z.shape) * jax.nn.silu(z.astype(dtype)))
-    (out,) = project(y.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
+    gated = y.reshape(z.shape) * jax.nn.silu(z.astype(dtype))
+    normed = RMSNorm()(gated)
+    (out,) = project(normed.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)
 
 
@@ -112,7 +117,8 @@ def ssd(
   heads = x.shape[2]
   dtype = log_decay.dtype
   dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
-  size = -(-time // -(-time // slice_size))  # the last slice is padded the least
+  count = -(-time // slice_size)
+  size = -(-time // count)  # the last slice is padded the least
   x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
   starts = cut(reset, size)
   # The sums of logarithms stay float32, and only differences that are not positive are
@@ -122,57 +128,71 @@ def ssd(
 
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
-  reads = jnp.where((document == 0)[..., None], jnp.exp(total), 0)
+  in_first = document == 0
+  reads = jnp.where(in_first[..., None], jnp.exp(total), 0)
   in_last = (document == document[..., -1:])[..., None]
   to_last = (total[:, :, -1:] - total) + (lost[:, :, -1:] - lost)
-  remains = jnp.where(in_last, jnp.exp(jnp.where(in_last, to_last, 0)), 0)
-  # For all heads at once: B and C are theirs together.
+  to_last = jnp.where(in_last, to_last, 0)
+  remains = jnp.where(in_last, jnp.exp(to_last), 0)
+  # All heads share B and C, so one product serves all.
   kept = (remains[..., None] * x).astype(x.dtype)
   written = dot('nbqp,nbqf->nbpf', b, kept.reshape(*kept.shape[:3], -1))
-  slices = Piece(reads[:, :, -1, None, :, None], written.reshape(*written.shape[:3], heads, -1))
+  by_head = written.reshape(*written.shape[:3], heads, -1)
+  decay = reads[:, :, -1, None, :, None]
+  slices = Piece(decay, by_head)
   if first is not None:  # a share is kept by the documents that start in the slice
-    kept = jnp.where((document > 0)[..., None], jnp.exp(total), 0)
+    started = document > 0
+    kept = jnp.where(started[..., None], jnp.exp(total), 0)
     first = jnp.swapaxes(first, 0, 1)
-    entered = kept[:, :, -1, None, :, None] * first[None, None]
-    slices = slices._replace(state=slices.state + entered)
+    to_end = kept[:, :, -1, None, :, None]
+    slices = slices._replace(state=slices.state + to_end * first[None, None])
   before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(dtype))
   before = before.astype(x.dtype).reshape(*written.shape)
   from_before = dot('nbqp,nbpf->nbqf', c, before).reshape(x.shape)
 
   # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
   order = jnp.tri(size, dtype=bool)[None, None]
-  sees = order & (document[..., :, None] == document[..., None, :])
+  same_document = document[..., :, None] == document[..., None, :]
+  sees = order & same_document
   scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
-
-  def between(x):
-    by_head = jnp.moveaxis(x, 3, 2)
-    return by_head[..., :, None] - by_head[..., None, :]
-
-  passed = jnp.where(sees[:, :, None], between(total) + between(lost), 0)
-  weights = (scores[:, :, None] * jnp.exp(passed)).astype(x.dtype)
-  within = dot('nbhij,nbhjk->nbhik', weights, jnp.swapaxes(x, 2, 3))
+  log_decay = _differences(total) + _differences(lost)
+  log_passed = jnp.where(sees[:, :, None], log_decay, 0)
+  weights = scores[:, :, None] * jnp.exp(log_passed)
+  by_head = jnp.swapaxes(x, 2, 3)
+  within = dot('nbhij,nbhjk->nbhik', weights.astype(x.dtype), by_head)
   y = reads[..., None] * from_before + jnp.swapaxes(within, 2, 3)
   if first is not None:
-    y += kept[..., None] * dot('nbqp,phk->nbqhk', c, first.astype(x.dtype))
+    from_first = dot('nbqp,phk->nbqhk', c, first.astype(x.dtype))
+    y += kept[..., None] * from_first
   return join(y, time), jnp.swapaxes(after, 1, 2)
+
+
+def _differences(x: Array) -> Array:
+  """x_i - x_j of every two tokens of a slice: [N, B, Q, H] -> [N, B, H, Q, Q]."""
+  by_head = jnp.moveaxis(x, 3, 2)
+  return by_head[..., :, None] - by_head[..., None, :]
 
 
 def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
   """(the cumulative sums of x [N, B, Q, H] from each start [N, B, Q, 1], what they lost).
 
-  A strong decay rounds the sums after it, whose differences can be small. What rounding lost is
-  therefore summed beside them (Knuth 1969, TwoSum), and differences are taken of both.
+  A strong decay rounds the sums after it, whose differences can be small. So what rounding lost is
+  summed, too (Knuth 1969, TwoSum), and differences are taken of both.
   """
 
   def then(first, second):
-    (r1, x1, lost1), (r2, x2, lost2) = first, second
+    r1, x1, lost1 = first
+    r2, x2, lost2 = second
     total = x1 + x2
     a, b, s = lax.stop_gradient((x1, x2, total))
     from_b = s - a
-    lost = lost1 + lost2 + ((a - (s - from_b)) + (b - from_b))
+    rounded_off = (a - (s - from_b)) + (b - from_b)
+    lost = lost1 + lost2 + rounded_off
     return r1 | r2, jnp.where(r2, x2, total), jnp.where(r2, lost2, lost)
 
-  return lax.associative_scan(then, (starts, x, jnp.zeros_like(x)), axis=2)[1:]
+  nothing_lost = jnp.zeros_like(x)
+  _, sums, lost = lax.associative_scan(then, (starts, x, nothing_lost), axis=2)
+  return sums, lost
 
 
 def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
@@ -187,7 +207,8 @@ def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
   if not sequence_parallel.axes():
     after, before = scan(carry)
     return before, after
-  last, _ = scan(sequence_parallel.select_first(carry, jnp.zeros_like(carry)))
+  known = sequence_parallel.select_first(carry, jnp.zeros_like(carry))
+  last, _ = scan(known)
   piece = Piece(jnp.prod(slices.decay, axis=0), last)
   left, whole = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=carry))
   _, before = scan(left.state)

@@ -75,7 +75,8 @@ class RGLRU(Module):
 
   def forward_flops(self, width: int) -> int:
     """Two block-diagonal products, two gated inputs, and the recurrence (2)."""
-    return 4 * width * width // self.heads + 4 * width
+    gates = 4 * width * width // self.heads
+    return gates + 4 * width
 
   def __call__(
     self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
@@ -107,18 +108,20 @@ class RGLRU(Module):
     init = hk.initializers.RandomNormal(block**-0.5)
     shape = (self.heads, block, block)
     gates = ('recurrence', 'input')
-    matrices = [
-      parameter(f'{gate}_gate', shape, init, axes=('heads', None, None), cast=x.dtype)
-      for gate in gates
+    axes = ('heads', None, None)
+    matrices = [parameter(f'{gate}_gate', shape, init, axes=axes, cast=x.dtype) for gate in gates]
+    biases = [
+      parameter(f'{gate}_bias', (self.width,), jnp.zeros, axes=('state',)) for gate in gates
     ]
-    biases = [parameter(f'{g}_bias', (self.width,), jnp.zeros, axes=('state',)) for g in gates]
-    weights = jnp.concatenate(matrices, axis=2).astype(x.dtype).astype(dtype)
+    weights = jnp.concatenate(matrices, axis=2).astype(x.dtype)
     blocks = x.reshape(-1, self.heads, block).astype(dtype)
-    driven = jnp.split(jnp.einsum('nhi,hij->nhj', blocks, weights), 2, axis=-1)
-    return [
-      jax.nn.sigmoid(part.reshape(x.shape) + bias[None, None])
-      for part, bias in zip(driven, biases, strict=True)
-    ]
+    products = jnp.einsum('nhi,hij->nhj', blocks, weights.astype(dtype))
+    driven = jnp.split(products, 2, axis=-1)
+
+    def gate(product, bias):
+      return jax.nn.sigmoid(product.reshape(x.shape) + bias[None, None])
+
+    return [gate(product, bias) for product, bias in zip(driven, biases, strict=True)]
 
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""

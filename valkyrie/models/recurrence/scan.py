@@ -13,8 +13,8 @@ speed of complex64 and give the same bits. The forms differ in their order of ar
 
   sequential    one step after the other, in compensated sums (Kahan 1965); the most accurate, and
                 the fastest on a CPU
-  associative   a parallel prefix of depth O(log T), for TPUs and GPUs: the effects of blocks of a
-                few steps are scanned alike, then the steps of all blocks at once
+  associative   a parallel prefix of depth O(log T), for TPUs and GPUs: blocks of a few steps are
+                scanned by the same form, then the steps of all blocks at once
 """
 
 from collections.abc import Callable
@@ -37,7 +37,9 @@ class Complex(NamedTuple):
   im: Array
 
   def __mul__(self, other: 'Complex') -> 'Complex':
-    return Complex(self.re * other.re - self.im * other.im, self.re * other.im + self.im * other.re)
+    re = self.re * other.re - self.im * other.im
+    im = self.re * other.im + self.im * other.re
+    return Complex(re, im)
 
   def __add__(self, other: 'Complex') -> 'Complex':
     return Complex(self.re + other.re, self.im + other.im)
@@ -63,60 +65,83 @@ def _unless(reset: Array, x: Number) -> Number:
 
 
 def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
-  varies = _length(growth) > 1
+  over_time = {'reset': reset, 'input': inputs}
+  constant = jax.tree.map(lambda part: part[0], growth)
+  if _length(growth) > 1:
+    over_time['growth'] = growth
 
   def step(carry, now):
     state, lost = _unless(now['reset'], carry)
     # Kahan: what the addition below loses is added to the next change.
     change = now.get('growth', constant) * state + now['input'] + lost
     after = state + change
-    return (after, change - (after - state)), after
+    lost = change - (after - state)
+    return (after, lost), after
 
-  constant = jax.tree.map(lambda part: part[0], growth)
-  over_time = {'reset': reset, 'input': inputs, **({'growth': growth} if varies else {})}
   zero = jax.tree.map(lambda part: jnp.zeros_like(part[0]), inputs)
-  return lax.scan(step, (zero, zero), over_time, reverse=reverse)[1]
+  _, states = lax.scan(step, (zero, zero), over_time, reverse=reverse)
+  return states
 
 
 def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool) -> Number:
+  """Three passes: the effect of each block, the state at its end, then the states of its steps."""
   time = _length(inputs)
-  count = -(-_length(inputs) // _BLOCK)
   if time == 1:
     return inputs
+  steps = _steps_of_blocks((reset, growth, inputs), time)
+  if reverse:
+    steps.reverse()
+  block_reset, block_growth, block_input = functools.reduce(_then, steps)
+  ends = _associative(block_growth, block_reset, block_input, reverse=reverse)
+
+  def before_block(part):
+    zero = jnp.zeros_like(part[:1])
+    if reverse:
+      return jnp.concatenate([part[1:], zero])
+    return jnp.concatenate([zero, part[:-1]])
+
+  begins = jax.tree.map(before_block, ends)
+  _, *states = itertools.accumulate(steps, _after, initial=begins)
+  if reverse:
+    states.reverse()
+
+  def joined(*parts):
+    by_block = jnp.stack(parts, axis=1)
+    return by_block.reshape(-1, *by_block.shape[2:])[:time]
+
+  return jax.tree.map(joined, *states)
+
+
+def _steps_of_blocks(tree: Any, time: int) -> list[Any]:
+  """Step s of every block, for each s: leaves [T, B, P] -> a list of leaves [T / _BLOCK, B, P]."""
+  count = -(-time // _BLOCK)
 
   def cut(part):
-    """Step s of every block, for each s: [T, B, P] -> a list of [T / _BLOCK, B, P]."""
-    if part.shape[0] == 1:
+    if part.shape[0] == 1:  # the same at every step
       return [part] * _BLOCK
     padding = [(0, count * _BLOCK - time), *[(0, 0)] * (part.ndim - 1)]
     padded = jnp.pad(part, padding)
     return [lax.slice_in_dim(padded, s, None, _BLOCK) for s in range(_BLOCK)]
 
-  def after(state, now):
-    r, g, x = now
-    return jax.tree.map(functools.partial(jnp.where, r), x, state + (x + g * state))
+  leaves, structure = jax.tree.flatten(tree)
+  by_step = zip(*map(cut, leaves), strict=True)
+  return [structure.unflatten(step) for step in by_step]
 
-  def then(first, second):
-    (r1, g1, x1), (r2, g2, _) = first, second
-    # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
-    # first, and no growth across a reset is read: a growth that is constant stays one number.
-    return r1 | r2, g1 + g2 + g2 * g1, after(x1, second)
 
-  leaves, structure = jax.tree.flatten((reset, growth, inputs))
-  steps = [structure.unflatten(now) for now in zip(*map(cut, leaves), strict=True)]
-  steps = steps[::-1] if reverse else steps
-  r, g, x = functools.reduce(then, steps)
-  ends = _associative(g, r, x, reverse=reverse)
+def _after(state: Number, step: tuple[Array, Number, Number]) -> Number:
+  """The state after a step of (reset, growth, input)."""
+  r, g, x = step
+  select = functools.partial(jnp.where, r)
+  return jax.tree.map(select, x, state + (x + g * state))
 
-  def begin(part):
-    zero = jnp.zeros_like(part[:1])
-    return jnp.concatenate([part[1:], zero] if reverse else [zero, part[:-1]])
 
-  states = list(itertools.accumulate(steps, after, initial=jax.tree.map(begin, ends)))[1:]
-  states = states[::-1] if reverse else states
-  return jax.tree.map(
-    lambda *parts: jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[:time], *states
-  )
+def _then(first: Any, second: Any) -> Any:
+  """The step that has the effect of two steps, one after the other."""
+  r1, g1, x1 = first
+  r2, g2, _ = second
+  # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
+  # first, and no growth across a reset is read: a growth that is constant stays one number.
+  return r1 | r2, g1 + g2 + g2 * g1, _after(x1, second)
 
 
 FORMS = {'sequential': _sequential, 'associative': _associative}
@@ -140,8 +165,8 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
   """The adjoint of a linear recurrence: the same recurrence, in the other direction of time.
 
   With c the cotangent of the states and h_t = c_t + keep_{t+1} conj(1 + g_{t+1}) h_{t+1}, the
-  cotangent of b_t is h_t, of g_t keep_t conj(x_{t-1}) h_t. Only the states are kept. The rule
-  applies to its own recurrence, too: derivatives of every order are computed in this form.
+  cotangent of b_t is h_t, and that of g_t is keep_t conj(x_{t-1}) h_t. Only the states are saved
+  for it. The rule applies to its own recurrence, too, so derivatives of every order exist.
   """
   growth, reset, states = residuals
   first = slice(None, 1)
@@ -153,23 +178,29 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
     but_last = slice(1, None)
 
   def join(sooner, later):
-    return jnp.concatenate([later, sooner] if reverse else [sooner, later])
+    if reverse:
+      return jnp.concatenate([later, sooner])
+    return jnp.concatenate([sooner, later])
+
+  def next_step(part):
+    return join(part[rest], part[first])
 
   next_reset = join(reset[rest], jnp.ones_like(reset[first]))
   later = growth.conj()
   if _length(growth) > 1:
-    later = jax.tree.map(lambda part: join(part[rest], part[first]), later)
+    later = jax.tree.map(next_step, later)
   adjoint = _recurrence(form, not reverse, later, next_reset, cotangent)
-  before = _unless(reset[rest], jax.tree.map(lambda part: part[but_last], states))
-  products = before.conj() * jax.tree.map(lambda part: part[rest], adjoint)
+  before = jax.tree.map(lambda part: part[but_last], states)
+  kept = _unless(reset[rest], before)
+  products = kept.conj() * jax.tree.map(lambda part: part[rest], adjoint)
 
-  def of_growth(g, part):
+  def growth_cotangent(g, part):
     if g.shape[0] > 1:
       part = join(jnp.zeros_like(part[first]), part)  # the first input holds x_0
     summed = [axis for axis in range(part.ndim) if g.shape[axis] == 1 != part.shape[axis]]
     return jnp.sum(part, axis=summed, keepdims=True)
 
-  d_growth = jax.tree.map(of_growth, growth, products)
+  d_growth = jax.tree.map(growth_cotangent, growth, products)
   return d_growth, None, adjoint
 
 
@@ -186,7 +217,7 @@ def diagonal_scan(
   before the step is replaced by zero. `form` is a key of `FORMS`; None takes the fastest.
   """
   reset = reset[..., None]
-  growth = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], growth)
+  growth = _over_time(growth)
   first = jax.tree.map(lambda part: part[0], growth)
   # x_0 enters through the first input: every form continues a chunk by this line.
   carried = _unless(reset[0], first * initial + initial)
@@ -199,17 +230,25 @@ def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) ->
   """The inputs [T, B, P] where documents begin with the state `first` [P] instead of zero."""
   if first is None:
     return inputs
-  pair = (growth, first)
-  growth, first = jax.tree.map(lambda part: part if part.ndim == 3 else part[None, None], pair)
-  entering = growth * first + first
-  return jax.tree.map(lambda b, x: jnp.where(reset[..., None], b + x, b), inputs, entering)
+  first = _over_time(first)
+  entering = _over_time(growth) * first + first
+  starts = reset[..., None]
+  return jax.tree.map(lambda b, x: jnp.where(starts, b + x, b), inputs, entering)
+
+
+def _over_time(x: Number) -> Number:
+  """[T, B, P] as it is, and [P] as [1, 1, P], the same at every step."""
+  if jax.tree.leaves(x)[0].ndim == 3:
+    return x
+  return jax.tree.map(lambda part: part[None, None], x)
 
 
 def state_after(states: Number, initial: Number, length: Array) -> Number:
   """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
 
   def pick(part, first):
-    last = jnp.take_along_axis(part, jnp.maximum(length - 1, 0)[None, :, None], axis=0)[0]
+    index = jnp.maximum(length - 1, 0)[None, :, None]
+    last = jnp.take_along_axis(part, index, axis=0)[0]
     return jnp.where(length[:, None] > 0, last, first)
 
   return jax.tree.map(pick, states, initial)

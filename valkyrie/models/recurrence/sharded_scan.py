@@ -5,11 +5,11 @@ x -> p x + s, with p the product of its decays and s its last state: two small a
 device, gathered and composed by all. The state that enters a piece then grows through it by the
 products of its decays, up to the first document that starts there.
 
-Decays that differ from step to step take the running product of a scan. Where all are Λ̄, tables of
-powers are more exact: Λ̄^t by repeated products accumulates up to t roundings, and exp(t log Λ̄) as
-many. Products in twofold precision, as unevaluated sums of two floats (Dekker 1971), fill two small
-tables of √T powers, and each power is one product of two entries, accurate to a few roundings at
-any t (`scripts/experiment power_errors`).
+Where decays differ from step to step, their product is the running product of a scan. Where all are
+Λ̄, tables of powers are more exact: repeated products would accumulate up to t roundings in Λ̄^t, and
+so would exp(t log Λ̄). Products in twofold precision, whose numbers are sums of two floats (Dekker
+1971), fill two small tables of √T powers. Each power is then one product of two entries, accurate
+to a few roundings at any t (`scripts/experiment power_errors`).
 """
 
 import functools
@@ -34,7 +34,9 @@ class Piece(NamedTuple):
 
 def then(first: Piece, second: Piece) -> Piece:
   """The effect of the first piece, then of the second."""
-  return Piece(second.decay * first.decay, second.decay * first.state + second.state)
+  decay = second.decay * first.decay
+  state = second.decay * first.state + second.state
+  return Piece(decay, state)
 
 
 @jax.named_scope('scan')
@@ -44,8 +46,8 @@ def scan_chunk(
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
   The arguments are as in `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
-  Of a piece, `carry` is correct on device 0, and so is the state after the chunk; a growth [P], the
-  same at every step, must then be complex.
+  With pieces, `carry` is correct only on device 0, and so is the state after the chunk. A growth
+  [P], the same at every step, must then be complex.
   """
   if not sequence_parallel.axes():
     states = diagonal_scan(growth, inputs, carry, reset, form=form)
@@ -53,8 +55,9 @@ def scan_chunk(
   zero = jax.tree.map(jnp.zeros_like, carry)
   known = sequence_parallel.select_first(carry, zero)
   states = diagonal_scan(growth, inputs, known, reset, form=form)
-  product = _powers if jax.tree.leaves(growth)[0].ndim == 1 else _running_product
-  through, grow = product(growth, known, reset, length, form)
+  is_constant = jax.tree.leaves(growth)[0].ndim == 1
+  decays = _powers if is_constant else _running_product
+  through, grow = decays(growth, known, reset, length, form)
   piece = Piece(through, state_after(states, known, length))
   before, after = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=zero))
   return states + grow(before.state), after.state
@@ -85,9 +88,11 @@ def _powers(growth, state, reset, length, form):
 
   def grow(x):
     once = growth.map(lambda part: part[None]) * x + x
-    return table.times(once, time).map(lambda part: jnp.where(lives, part, 0))
+    grown = table.times(once, time)
+    return grown.map(lambda part: jnp.where(lives, part, 0))
 
-  return table.at(length).map(lambda part: jnp.where(passes, part, 0)), grow
+  through = table.at(length)
+  return through.map(lambda part: jnp.where(passes, part, 0)), grow
 
 
 class Powers(NamedTuple):
@@ -99,18 +104,26 @@ class Powers(NamedTuple):
   def at(self, exponents: Array) -> Complex:
     """Λ̄ to these powers, int32 [B] -> [B, P]."""
     k, r = jnp.divmod(exponents, self.fine.re.shape[0])
-    return self.coarse.map(lambda part: part[k]) * self.fine.map(lambda part: part[r])
+    coarse = self.coarse.map(lambda part: part[k])
+    fine = self.fine.map(lambda part: part[r])
+    return coarse * fine
 
   def times(self, x: Complex, count: int) -> Complex:
     """Λ̄^t x for t < count: [B, P] -> [count, B, P]."""
-    fine = self.fine.map(lambda part: part[:, None]) * x.map(lambda part: part[None])
-    grown = self.coarse.map(lambda part: part[:, None, None]) * fine.map(lambda part: part[None])
-    return grown.map(lambda part: part.reshape(-1, *part.shape[2:])[:count])
+    fine = self.fine.map(lambda part: part[:, None])
+    fine_times_x = fine * x.map(lambda part: part[None])  # [q, B, P]
+    coarse = self.coarse.map(lambda part: part[:, None, None])
+    grown = coarse * fine_times_x.map(lambda part: part[None])  # [m, q, B, P]
+
+    def joined(part):
+      return part.reshape(-1, *part.shape[2:])[:count]
+
+    return grown.map(joined)
 
 
 def powers(growth: Complex, highest: int) -> Powers:
   """The tables for the powers 0 to `highest` of the decay 1 + growth [P]; differentiable."""
-  size = 1 << (highest.bit_length() + 1) // 2
+  size = 1 << (highest.bit_length() + 1) // 2  # q, about the root of `highest`
   return _tables(size, highest // size + 1, growth)
 
 
@@ -123,33 +136,39 @@ class _Twofold(NamedTuple):
   def __mul__(self, other: '_Twofold') -> '_Twofold':
     # Dekker's product: the halves of both factors have exact products, whose sum gives the error.
     product = self.high * other.high
-    (a, a_rest), (b, b_rest) = _halves(self.high), _halves(other.high)
+    a, a_rest = _halves(self.high)
+    b, b_rest = _halves(other.high)
     lost = ((a * b - product) + a * b_rest + a_rest * b) + a_rest * b_rest
-    return _Twofold(product, lost + (self.high * other.low + self.low * other.high)).normalized()
+    of_low_parts = self.high * other.low + self.low * other.high
+    return _Twofold(product, lost + of_low_parts).normalized()
 
   def __add__(self, other: '_Twofold') -> '_Twofold':
+    # Knuth's sum: what the addition of the high parts loses is exact.
     total = self.high + other.high
     added = total - self.high
     lost = (self.high - (total - added)) + (other.high - added)
-    return _Twofold(total, lost + (self.low + other.low)).normalized()
+    low = lost + (self.low + other.low)
+    return _Twofold(total, low).normalized()
 
   def __sub__(self, other: '_Twofold') -> '_Twofold':
     return self + _Twofold(-other.high, -other.low)
 
   def normalized(self) -> '_Twofold':
-    # Exact where |low| is not above |high|: high + low does not change, and low becomes a rounding.
+    # Exact where |low| <= |high|: high + low stays as it is, and low becomes the error of rounding.
     high = self.high + self.low
     return _Twofold(high, self.low - (high - self.high))
 
 
-def _exactly(x: Array) -> Any:  # used in a `Complex`, whose parts only multiply and add
+def _exactly(x: Array) -> Any:
+  """x as a twofold number. A `Complex` may have such parts: it only multiplies and adds them."""
   return _Twofold(x, jnp.zeros_like(x))
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
   """x as a sum of two numbers of half its bits each, whose products are exact."""
   info = jnp.finfo(x.dtype)
-  first = lax.reduce_precision(x, info.nexp, (info.nmant - 1) // 2)
+  half_mantissa = (info.nmant - 1) // 2
+  first = lax.reduce_precision(x, info.nexp, half_mantissa)
   return first, x - first
 
 
@@ -159,7 +178,8 @@ def _powers_of(base: Any, count: int) -> Any:
   one = Complex(_exactly(zero + 1), _exactly(zero))
 
   def repeat(first, z):
-    return jnp.concatenate([first[None], jnp.broadcast_to(z, (count - 1, *z.shape))])
+    repeated = jnp.broadcast_to(z, (count - 1, *z.shape))
+    return jnp.concatenate([first[None], repeated])
 
   factors = jax.tree.map(repeat, one, base)
   return lax.associative_scan(lambda a, b: a * b, factors)
@@ -171,8 +191,10 @@ def _tables(size: int, count: int, growth: Complex) -> Powers:
   one = _exactly(lax.optimization_barrier(jnp.ones_like(growth.re)))
   decay = Complex(one + _exactly(growth.re), _exactly(growth.im))
   fine = _powers_of(decay, size + 1)
-  coarse = _powers_of(jax.tree.map(lambda part: part[-1], fine), count)
-  return Powers(fine.map(lambda part: part.high[:-1]), coarse.map(lambda part: part.high))
+  last = jax.tree.map(lambda part: part[-1], fine)  # Λ̄^q
+  coarse = _powers_of(last, count)
+  fine = fine.map(lambda part: part.high[:-1])
+  return Powers(fine, coarse.map(lambda part: part.high))
 
 
 def _tables_forward(size, count, growth):
@@ -185,13 +207,16 @@ def _tables_backward(size, count, tables, cotangent):
 
   def pull_back(lower, exponents, g):
     n = jnp.asarray(exponents, g.re.dtype)[:, None]
-    return (lower.conj() * g).map(lambda part: jnp.sum(n * part, axis=0))
+    products = lower.conj() * g
+    return products.map(lambda part: jnp.sum(n * part, axis=0))
 
   last = tables.fine.map(lambda part: part[-1:])
   lower = jax.tree.map(lambda part: part[:-1], tables)
   above = jax.tree.map(lambda part: part[1:], cotangent)
-  fine = pull_back(lower.fine, jnp.arange(1, size), above.fine)
-  coarse = pull_back(lower.coarse * last, size * jnp.arange(1, count), above.coarse)
+  fine_exponents = jnp.arange(1, size)
+  coarse_exponents = size * jnp.arange(1, count)
+  fine = pull_back(lower.fine, fine_exponents, above.fine)
+  coarse = pull_back(lower.coarse * last, coarse_exponents, above.coarse)
   return (fine + coarse,)
 
 

@@ -24,7 +24,8 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   """
   n = np.arange(size, dtype=np.float64)
   root = np.sqrt(2 * n + 1)
-  a = -(np.tril(np.outer(root, root), -1) + np.diag(n + 1))
+  below = np.tril(np.outer(root, root), -1)
+  a = -(below + np.diag(n + 1))
   p = np.sqrt(n + 0.5)
   normal = a + np.outer(p, p)
   # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
@@ -45,7 +46,8 @@ def block_diagonal(
   """
   # V of all J blocks, [N, P], is never made: it is mostly zeros.
   size = states // blocks
-  eigenvalues, vectors = hippo_legs_normal(2 * size if conj_sym else size)
+  pairs = 2 if conj_sym else 1
+  eigenvalues, vectors = hippo_legs_normal(pairs * size)
   return np.tile(eigenvalues[-size:], blocks), vectors[:, -size:]
 
 
@@ -60,7 +62,8 @@ def input_matrix(key: Array, basis: np.ndarray, blocks: int, width: int) -> Comp
   states = blocks * basis.shape[0]
   real = _lecun_normal(key, (states, width), states).reshape(blocks, -1, width)
   conjugate = jnp.asarray(basis, jnp.complex64).conj()
-  b = jnp.einsum('np,jnd->jpd', conjugate, real.astype(jnp.complex64)).reshape(-1, width)
+  by_block = jnp.einsum('np,jnd->jpd', conjugate, real.astype(jnp.complex64))
+  b = by_block.reshape(-1, width)
   return Complex(b.real, b.imag)
 
 
@@ -80,8 +83,9 @@ def output_matrix(
     parts = jax.random.normal(key, (2, width, stored), jnp.float32) * 0.5**0.5
     return Complex(*parts)
   fan_in = {'trunc_standard_normal': states, 'lecun_normal': width * states}[method]
-  c = jax.lax.complex(*_lecun_normal(key, (2, width, states), fan_in))
-  c = c.reshape(width, blocks, -1) @ jnp.asarray(basis, jnp.complex64)[None]
+  parts = _lecun_normal(key, (2, width, states), fan_in)
+  by_block = jax.lax.complex(*parts).reshape(width, blocks, -1)
+  c = by_block @ jnp.asarray(basis, jnp.complex64)[None]
   c = c.reshape(width, stored)
   return Complex(c.real, c.imag)
 

@@ -8,6 +8,7 @@ input. `init` and `state_space` compute the mathematics, as functions of arrays.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import gin
 import haiku as hk
@@ -106,6 +107,7 @@ class S5(Module):
   def __post_init__(self):
     super().__post_init__()
     self.causal = self.sequence_parallel = not self.bidirectional
+    self._scans = 2 if self.bidirectional else 1
     check_choice('S5.discretization', self.discretization, DISCRETIZATIONS)
     check_choice('S5.output_init', self.output_init, init.OUTPUT_INITS)
     check_choice('S5.activation', self.activation, ACTIVATIONS)
@@ -119,7 +121,9 @@ class S5(Module):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Complex | tuple[()]:
     """The zero state: float32 or wider, since rounding would accumulate."""
-    return self._zero_state(batch_size, dtype) if self.causal else ()
+    if not self.causal:
+      return ()
+    return self._zero_state(batch_size, dtype)
 
   def _zero_state(self, batch_size: int, dtype: DType) -> Complex:
     zero = jnp.zeros((batch_size, self.state_size), wide(dtype))
@@ -127,28 +131,37 @@ class S5(Module):
 
   def forward_flops(self, width: int) -> int:
     """Real products of B and C, D x 2P each, the recurrence (8 for each state), and the gates."""
-    scans = 1 if self.causal else 2
+    inputs = 4 * width * self.state_size
+    outputs = 4 * width * self.state_size * self._scans
+    recurrence = 8 * self.state_size * self._scans
     gates = 2 * len(ACTIVATIONS[self.activation]) * width * width
-    gates += 2 * width * self.state_size if self.selective else 0
-    return 4 * (1 + scans) * width * self.state_size + 8 * scans * self.state_size + gates
+    if self.selective:
+      gates += 2 * width * self.state_size
+    return inputs + recurrence + outputs + gates
 
   def __call__(
     self, x: Array, carry: Complex | tuple[()], *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Complex | tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    initial = carry if isinstance(carry, Complex) else self._zero_state(x.shape[0], x.dtype)
     width = x.shape[-1]
-    system = self._parameters(x.shape[-1])
+    system = self._parameters(width)
+    log_factor = None
+    if self.selective:
+      log_factor = self._log_factor(x)
     discrete = state_space.discretized(
       system,
       method=self.discretization,
       step_rescale=self.step_rescale,
       clip_eigenvalues=self.clip_eigenvalues,
-      log_factor=self._log_factor(x) if self.selective else None,
+      log_factor=log_factor,
     )
-    # The last token of a document, of the chunk, or before padding.
-    next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
-    ends = jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)
+    initial: Any = carry
+    ends = None
+    if not self.causal:
+      initial = self._zero_state(x.shape[0], x.dtype)
+      # The last token of a document, of the chunk, or before padding.
+      next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
+      ends = jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)
     y, after = state_space.read(
       system,
       discrete,
@@ -156,18 +169,21 @@ class S5(Module):
       initial,
       positions == 0,
       jnp.sum(segment_ids > 0, axis=1),
-      None if self.causal else ends,
+      ends,
       form=self.scan_form,
       conj_sym=self.conj_sym,
       first=self.first_state(carry) or None,
     )
+    widths = dict.fromkeys(ACTIVATIONS[self.activation], width)
     y = activate(
       y.astype(x.dtype),
-      projections(x, ('embed', None), **dict.fromkeys(ACTIVATIONS[self.activation], width)),
+      projections(x, ('embed', None), **widths),
       activation=self.activation,
       drop=lambda value: dropout(value, self.dropout, shared=(1,)),
     )
-    return y, after if self.causal else ()
+    if not self.causal:
+      return y, ()
+    return y, after
 
   def _log_factor(self, x: Array) -> Array:
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
@@ -184,7 +200,7 @@ class S5(Module):
       return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, self.hippo_blocks, width))
 
     def c_init(*_):
-      keys = [hk.next_rng_key() for _ in range(1 if self.causal else 2)]
+      keys = [hk.next_rng_key() for _ in range(self._scans)]
       shape = (basis, self.hippo_blocks, width)
       method = self.output_init
       scans = [jnp.stack(init.output_matrix(key, *shape, method=method)) for key in keys]
@@ -206,11 +222,11 @@ class S5(Module):
     else:
       real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
     imaginary_part = parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
-    columns = p if self.causal else 2 * p
-    of_b = state_space.input_matrix
-    of_c = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
-    b = matrix('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), form=of_b)
-    c = matrix('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), form=of_c)
+    columns = p * self._scans
+    b_form = state_space.input_matrix
+    c_form = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
+    b = matrix('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), form=b_form)
+    c = matrix('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), form=c_form)
     d = parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',))
     log_step = parameter('log_step', (p,), log_step_init, axes=state)
     return StateSpace(Complex(real_part, imaginary_part), b, c, d, log_step)

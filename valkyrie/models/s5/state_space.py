@@ -44,17 +44,19 @@ class StateSpace(NamedTuple):
 
 def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
   """(exp(z) - 1, exp(Re z) - 1) for z = ΛΔ."""
-  # exp(a + iθ) - 1 without a difference of close numbers: 1 - cos θ = 2 sin²(θ/2).
+  # exp(a + iθ) - 1 without a difference of close numbers: 1 - cos θ = 2 sin²(θ/2), `turned`.
   shrink = jnp.expm1(eigenvalues.re * step)
   half = eigenvalues.im * step / 2
   sine = jnp.sin(half)
   cosine = jnp.cos(half)
   turned = 2 * sine * sine
-  growth = Complex(shrink * (1 - turned) - turned, (shrink + 1) * 2 * sine * cosine)
-  return growth, shrink
+  real = shrink * (1 - turned) - turned
+  imaginary = (shrink + 1) * 2 * sine * cosine
+  return Complex(real, imaginary), shrink
 
 
 def _reciprocal(z: Complex) -> Complex:
+  """1 / z."""
   scale = 1 / (z.re * z.re + z.im * z.im)
   return Complex(z.re * scale, -z.im * scale)
 
@@ -70,7 +72,8 @@ def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
   small = z * inverse
   large = Complex(2 * inverse.re - 2, 2 * inverse.im)
-  is_small = z.re * z.re + z.im * z.im < 4
+  square = z.re * z.re + z.im * z.im
+  is_small = square < 4
   growth = jax.tree.map(lambda a, b: jnp.where(is_small, a, b), small, large)
   return growth, inverse.map(lambda part: part * step)
 
@@ -84,9 +87,9 @@ def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   second bound keeps them at the mean.
   """
   growth, shrink = _exponential(eigenvalues, step)
-  of_noise = -shrink * (shrink + 2)
-  of_mean = growth.re * growth.re + growth.im * growth.im
-  return growth, root(jnp.minimum(of_noise, of_mean))
+  for_noise = -shrink * (shrink + 2)  # 1 - |Λ̄|²
+  for_mean = growth.re * growth.re + growth.im * growth.im  # |1 - Λ̄|²
+  return growth, root(jnp.minimum(for_noise, for_mean))
 
 
 DISCRETIZATIONS = {'zoh': _zoh, 'bilinear': _bilinear, 'normalized': _normalized}
@@ -154,8 +157,10 @@ def read(
   if ends is not None:
     backwards = _scan_backwards(growth, inputs, initial, ends.T, form)
     states = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), states, backwards)
-  y = _outputs(system.c, conj_sym, states.map(lambda part: part.astype(u.dtype)))
-  return y + system.d[None, None] * u.astype(y.dtype), after
+  narrow = states.map(lambda part: part.astype(u.dtype))
+  y = _outputs(system.c, conj_sym, narrow)
+  skip = system.d[None, None] * u.astype(y.dtype)
+  return y + skip, after
 
 
 def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
@@ -165,7 +170,8 @@ def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
   stored = Complex(*b.whole)
   scale = unchanged
   if not varies:  # γ multiplies the rows of B, and not all steps
-    stored = _scaled(jax.tree.map(lambda part: part[:, None], gain), stored)
+    of_rows = jax.tree.map(lambda part: part[:, None], gain)
+    stored = _scaled(of_rows, stored)
     scale = functools.partial(_scaled_pairs, gain)
 
   def drive(u, b):
@@ -214,7 +220,8 @@ def output_matrix(c: Complex | Array, conj_sym: bool) -> Array:
   """C as a real map [2P, D] of the pairs of the states, with the conjugates that are implied."""
   real, imaginary = c
   states = 2 if conj_sym else 1  # a stored state, and its conjugate
-  return states * jnp.concatenate([real, -imaginary], axis=1).T
+  parts = jnp.concatenate([real, -imaginary], axis=1)
+  return states * parts.T
 
 
 def _rows_first(z: Complex) -> Array:
@@ -225,7 +232,8 @@ def _rows_first(z: Complex) -> Array:
 def _scaled_pairs(gain: Number, pairs: Array) -> Array:
   """Pairs [B, T, 2P] times the gain [P]."""
   gain = jax.tree.map(lambda part: part[None, None], gain)
-  return jnp.concatenate(_scaled(gain, Complex(*jnp.split(pairs, 2, -1))), axis=-1)
+  states = Complex(*jnp.split(pairs, 2, -1))
+  return jnp.concatenate(_scaled(gain, states), axis=-1)
 
 
 def _scaled(gain: Number, z: Complex) -> Complex:
