@@ -96,7 +96,7 @@ class LanguageModel(Module):
   compute_dtype: str = 'float32'
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
-  unroll: int = 1
+  unroll: PositiveInt = 1
   kernel_lengths: Container[int] = ()
 
   def __post_init__(self):
