@@ -81,6 +81,7 @@ def test_a_part_that_fits_is_accepted(binding):
 NOT_SET_BY_PEOPLE = {
   'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh', 'Sites.components',
   'Distillation.match', 'InitialWeights.step', 'create_writers.begin',
+  'LanguageModel.kernel_lengths',
 }  # fmt: skip
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
