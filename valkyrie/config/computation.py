@@ -28,7 +28,7 @@ def may_change_on_resume(*parameters: str) -> Callable[[_Configurable], _Configu
     unknown = set(parameters) - known
     if unknown:
       raise ValueError(f'{configurable.__name__} has no parameter {", ".join(sorted(unknown))}.')
-    target = inspect.unwrap(configurable)  # gin keeps it in its registry
+    target = inspect.unwrap(configurable)  # below the decorators, as `_declared` looks it up
     declared: set[str] = set(getattr(target, _DECLARED, ()))
     declared.update(parameters or known)
     setattr(target, _DECLARED, declared)
@@ -93,7 +93,7 @@ def _declared(selector: str) -> Collection[str]:
   registry = gin_config._REGISTRY
   if selector not in registry:
     return ()
-  return getattr(registry[selector].wrapped, _DECLARED, ())
+  return getattr(inspect.unwrap(registry[selector].wrapped), _DECLARED, ())
 
 
 def default_of(name: str) -> Any:

@@ -25,7 +25,6 @@ import gin
 import numpy as np
 
 from valkyrie import foreign, packages
-from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.data import template_files, tokenizer_config, tokenizer_file
 from valkyrie.errors import ConfigurationError, DataError, converted, reason_of, with_home
@@ -350,7 +349,6 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
       whole_file.write_version(copied, foreign.content(file, tokenizer_file.LARGEST))
 
 
-@may_change_on_resume('vocabulary')  # a different vocabulary has a different fingerprint
 @gin.configurable
 @functools.cache  # a large tokenizer.json takes a second, and every trace of the model asks
 def vocabulary_size(vocabulary: str) -> int:
