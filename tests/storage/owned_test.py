@@ -142,6 +142,23 @@ def test_a_marked_folder_is_deleted_and_a_copy_or_renamed_one_stays(tmp_path):
   assert names(tmp_path) == ['10.unfinished', '8.unfinished-forensics', '9.kept']
 
 
+def test_a_folder_into_which_a_thread_still_writes_is_deleted_the_next_time(tmp_path, monkeypatch):
+  folder = made(tmp_path / '8.unfinished')
+  remove = os.rmdir
+
+  def write_first(path, **options):
+    if path == folder:
+      (folder / 'late').write_bytes(b'of Orbax')
+      monkeypatch.setattr(os, 'rmdir', remove)
+    remove(path, **options)
+
+  monkeypatch.setattr(os, 'rmdir', write_first)
+  with pytest.raises(OSError, match='not empty'):
+    owned.delete_marked(folder)
+  assert owned.delete_marked(folder)
+  assert names(tmp_path) == []
+
+
 def test_no_link_is_followed_out_of_a_marked_folder(tmp_path):
   theirs = tmp_path / 'theirs'
   theirs.mkdir()

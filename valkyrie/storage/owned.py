@@ -164,7 +164,8 @@ def remove_mark(folder: pathlib.Path) -> None:
 def delete_marked(folder: pathlib.Path) -> bool:
   """Deletes a marked folder with all that is in it; returns whether it was marked.
 
-  The mark goes last, so that a killed deletion can be repeated. Raises OSError.
+  The mark goes last, so that a killed deletion can be repeated, and comes back if the folder is not
+  empty after all. Raises OSError.
   """
   if not is_marked(folder):
     return False
@@ -174,7 +175,11 @@ def delete_marked(folder: pathlib.Path) -> bool:
     elif name != MARK:
       os.unlink(folder / name)
   os.unlink(folder / MARK)
-  os.rmdir(folder)
+  try:
+    os.rmdir(folder)
+  except OSError:  # a thread of Orbax wrote into it meanwhile
+    mark(folder)
+    raise
   return True
 
 
