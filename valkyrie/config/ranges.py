@@ -89,9 +89,13 @@ def check_fields(settings: Any) -> None:
 
 
 def checked(function: _Function) -> _Function:
-  """Decorates a function or a constructor, whose calls then check their arguments."""
+  """Decorates a function or a constructor, whose calls then check their arguments.
+
+  Not the constructor of a Haiku module, whose metaclass reads the signature in its own way.
+  """
   owner = function.__qualname__.removesuffix('.__init__').rpartition('.')[2]
-  names = list(inspect.signature(function).parameters)
+  signature = inspect.signature(function)
+  names = list(signature.parameters)
 
   @functools.wraps(function)
   def check_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -101,6 +105,8 @@ def checked(function: _Function) -> _Function:
       check(f'{owner}.{name}', value, annotations.get(name))
     return function(*args, **kwargs)
 
+  # gin looks for it there, and not behind `__wrapped__`, to know what a caller gives by position.
+  setattr(check_and_call, '__signature__', signature)  # noqa: B010, functions have no such attribute
   return typing.cast(_Function, check_and_call)
 
 

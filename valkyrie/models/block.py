@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import gin
 import haiku as hk
 
-from valkyrie.config.ranges import PositiveInt, ProperFraction, checked
+from valkyrie.config.ranges import PositiveInt, ProperFraction, check
 from valkyrie.models import layers
 from valkyrie.models.layers import MLP, GatedMLP, MixerOptions, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
@@ -22,7 +22,6 @@ class Block(hk.Module):
   in training. A mixer that lacks an attribute raises a ConfigurationError.
   """
 
-  @checked
   def __init__(
     self,
     mixers: Sequence[Callable[[], SequenceMixer]],
@@ -32,6 +31,8 @@ class Block(hk.Module):
     name: str | None = None,
   ):
     super().__init__(name)
+    check('Block.mlp_width', mlp_width, PositiveInt)
+    check('Block.dropout', dropout, ProperFraction)
     self.dropout = dropout
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
