@@ -76,8 +76,7 @@ class LanguageModel(Module):
       saves matrix products and attention outputs; 'mlp' attention outputs and the products of the
       MLP's width; 'attention' only the former; 'weights' 8-bit ones; 'nothing' nothing; None all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
-      rest. A few layers on a CPU run faster without the loop, which copies the saved activations
-      into and out of stacked arrays; many would compile slowly.
+      rest. It saves a CPU the copies of stacked activations; many would compile slowly.
     kernel_lengths: see `layers.MixerOptions`; a run sets it after `Setup.check_kernels`.
   """
 
@@ -328,9 +327,8 @@ class LanguageModel(Module):
     """New blocks of the pattern, with the options of this model."""
     with gin.config_scope(self._scope):
       blocks = [make(name=f'block_{i}') for i, make in enumerate(self.pattern)]
-    options = MixerOptions(self.learned_carry, self.kernel_lengths)
     for block in blocks:
-      block.configure(options)
+      block.configure(MixerOptions(self.learned_carry, self.kernel_lengths))
     return blocks
 
   def inspect(self, ask: Callable[[list[Block]], Any]) -> Any:
