@@ -27,7 +27,7 @@ def chunk(model):
   random = np.random.default_rng(0)
   hidden, table = random.normal(size=(2, 7, 8)), random.normal(size=(128, 8))
   features = Features(*(jnp.asarray(x, jnp.float32) for x in (hidden, table)))
-  return Chunk(model, {}, features, BATCH, {}, None, TOTAL, True, False)
+  return Chunk(model, {}, features, BATCH, {}, None, TOTAL, False)
 
 
 class Constant(Term):
