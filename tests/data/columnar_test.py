@@ -117,3 +117,28 @@ def test_values_without_content_do_not_fill_the_memory(monkeypatch, tmp_path):
     (tmp_path / 'a.arrow').write_bytes(arrow(column))
     with pytest.raises(DataError, match='rows of its column text hold too many values'):
       texts(tmp_path / 'a.arrow')
+
+
+@pytest.mark.parametrize('suffix', ['.parquet', '.arrow'])
+def test_two_columns_of_one_name_are_refused(tmp_path, suffix):
+  table = pa.Table.from_arrays([pa.array(TEXTS), pa.array(TEXTS)], names=['text', 'text'])
+  file = tmp_path / f'a{suffix}'
+  if suffix == '.parquet':
+    pyarrow.parquet.write_table(table, file)
+  else:
+    with pyarrow.ipc.new_file(str(file), table.schema) as writer:
+      writer.write_table(table)
+  with pytest.raises(DataError, match='columns of one name: text, text'):
+    texts(file)
+
+
+@pytest.mark.parametrize('change', ['missing', 'has changed'])
+def test_a_parquet_file_that_goes_after_it_was_listed_is_named(tmp_path, change):
+  file = tmp_path / 'a.parquet'
+  parquet(file, TEXTS)
+  records = Records(str(file), ['text'])
+  file.unlink()
+  if change == 'has changed':
+    file.write_bytes(b'PAR1')
+  with pytest.raises(DataError, match=rf'a\.parquet.* {change}'):
+    list(records.rows(0, 1))

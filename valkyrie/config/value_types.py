@@ -167,6 +167,9 @@ def _expected_literal(value: Any, kind: type) -> str | None:
 def _expected_items(value: Any, annotation: Any) -> str | None:
   """As `_expected`, for a list or a tuple of values."""
   if not isinstance(value, list | tuple):
+    kind = _expected(value, annotation)
+    if kind:
+      return f'several in brackets, each {kind}'
     return f'several in brackets, such as ({value!r},)'
   for item in value:
     kind = _expected(item, annotation)

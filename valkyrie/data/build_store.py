@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
   add('--output', type=pathlib.Path, help='directory of the store (default: where a run looks)')
   add('--data_dir', help='TaskFeed.data_dir, the directory of all stores, for the default --output')
   add('--option', action='append', default=[], metavar='NAME=VALUE', help='option of the source')
-  add('--rebuild', action='store_true', help='remove the store in --output first')
+  add('--rebuild', action='store_true', help='build it again, and then replace the old one')
   add('--renew', action='store_true', help='build unfinished shards of another source again')
   add('--unique', action='store_true', help='drop all but the first of equal documents')
   add('--processes', type=int, default=1, help='shards to build at once (default: %(default)s)')

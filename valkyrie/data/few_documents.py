@@ -3,12 +3,14 @@
 from valkyrie.data.token_store import Selection
 
 _ELSEWHERE = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
+_WITH_MACROS = ('text', 'prompts', 'conversations')  # gin/data has a file with `held_out` for them
 
 
 def more_documents(selection: Selection, cut: int = 2048) -> str:
   """Ways to get more documents; if texts are cut at `cut` bytes, there are enough."""
-  if selection.source is None:
-    return 'use another task'
+  is_fineweb = selection.task.startswith('fineweb')
+  if selection.source is None or not (is_fineweb or selection.task in _WITH_MACROS):
+    return 'use another task, or another source of it'
   ways: list[str] = []
   flags: list[str] = []  # of a run
   options: dict[str, float | int] = {}  # of the task
@@ -17,11 +19,13 @@ def more_documents(selection: Selection, cut: int = 2048) -> str:
     ways.append('hold out a larger share')
     flags.append(f'--gin.held_out={share}')
     options['held_out'] = share
-  if selection.task == 'text' or selection.task.startswith('fineweb'):
+  if selection.task == 'text' or is_fineweb:
     size = _smaller_cut(selection.options.get('cut', ''), cut)
     ways.append('cut documents that are texts')
     flags.append(f'--gin.text_cut={size}')
     options['cut'] = size
+  if is_fineweb:
+    return f'{" and ".join(ways)}: add {options} to TaskFeed.options'
   if not options:
     return _ELSEWHERE
   built = ' '.join(f'--option={name}={value}' for name, value in options.items())

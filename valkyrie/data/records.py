@@ -34,7 +34,6 @@ _OF_ROWS = (*_OF_LINES, *_OF_COLUMNS)
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _JSON = re.compile(r'\s*(\[\s*)?\{')
-_MAX_COLUMNS = 12  # that a message names
 _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
@@ -158,7 +157,7 @@ class Records:
   def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
     opened = columnar.parquet_file(self.files.open_at_random(file))
     columns = self._present(opened.schema_arrow.names, str(file))
-    return columnar.parquet_rows(opened, group, columns)
+    yield from columnar.parquet_rows(opened, group, columns)
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream:
@@ -326,12 +325,15 @@ def _present(
       f'{place} has no column {", ".join(missing)}; it has {_named(names)}. Name the one to read: '
       f'{_NAMED_BY[option]}.'
     )
-  return list(dict.fromkeys(name for name in (*columns, *also) if name in names))
+  chosen = list(dict.fromkeys(name for name in (*columns, *also) if name in names))
+  if any(names.count(name) > 1 for name in chosen):
+    raise DataError(f'{place} has columns of one name: {_named(names)}. Rename all but one.')
+  return chosen
 
 
-def _named(columns: Sequence[str]) -> str:
-  """The names of columns for a message."""
-  return ', '.join(first_of([f'{shown(name):.80}' for name in columns], _MAX_COLUMNS))
+def _named(columns: Sequence[str], most: int = 12) -> str:
+  """The names of columns for a message, at most so many."""
+  return ', '.join(first_of([f'{shown(name):.80}' for name in columns], most))
 
 
 def _check_text(content: bytes, place: str) -> None:

@@ -108,6 +108,7 @@ class TensorBoard(MetricWriter):
       self._file.drop(self._begin)
 
   def _flush(self) -> None:
+    held_folder.check(self._folder)
     if self._file is None:
       self._open()
     assert self._file is not None

@@ -360,7 +360,11 @@ def check_feed(model: Model, feed: TaskFeed, rows: int) -> None:
 
 
 def check_documents(model: Model, feed: TaskFeed) -> None:
-  """Raises a DataError if the model cannot read the feed's longest document; opens the feed."""
+  """Raises a DataError if the model cannot read the feed's longest document.
+
+  It opens the feed, which refuses too few documents before a state of so many rows is made.
+  """
+  _ = feed.row_tokens
   sees = model.about.max_context
   if sees is not None and feed.longest > sees:
     raise DataError(

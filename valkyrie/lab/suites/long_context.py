@@ -5,6 +5,7 @@ heat map there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import pathlib
 from typing import Any, NamedTuple
 import zlib
@@ -89,23 +90,23 @@ def long_context(
   folder = pathlib.Path(model_dir, 'long_context')
   checksum = zlib.crc32('\n'.join(sentences).encode())
   settings = {'step': steps, 'samples': samples, 'seed': seed, 'text': checksum}
-  results = JsonLines(folder / 'results.jsonl')
-  scores = _recorded_scores(folder / 'results.jsonl', settings)
   left_out: set[tuple[str, int]] = set()
-  for name in names:
-    for cell in _cells(name, lengths, depths, cuts):
-      if cell in scores:
-        continue
-      try:
-        scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
-      except TooShortError as error:
-        if (name, cell.length) not in left_out:
-          print(f'{error} This length is left out.', flush=True)
-        left_out.add((name, cell.length))
-        continue
-      results.write({**cell._asdict(), 'score': scores[cell], **settings})
-      print(f'{cell}: {scores[cell]:.1%}', flush=True)
-    _draw(folder, name, steps, scores, lengths, cuts)
+  with contextlib.closing(JsonLines(folder / 'results.jsonl')) as results:
+    scores = _recorded_scores(folder / 'results.jsonl', settings)
+    for name in names:
+      for cell in _cells(name, lengths, depths, cuts):
+        if cell in scores:
+          continue
+        try:
+          scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
+        except TooShortError as error:
+          if (name, cell.length) not in left_out:
+            print(f'{error} This length is left out.', flush=True)
+          left_out.add((name, cell.length))
+          continue
+        results.write({**cell._asdict(), 'score': scores[cell], **settings})
+        print(f'{cell}: {scores[cell]:.1%}', flush=True)
+      _draw(folder, name, steps, scores, lengths, cuts)
   if not scores:
     raise ConfigurationError(
       f'long_context.lengths = {tuple(lengths)}: every problem of the suites is longer. Choose '
