@@ -48,7 +48,7 @@ _COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with 
 _LANES = 128  # the width of a TPU's vector registers; the vocabulary is padded to a multiple
 
 
-@gin.configurable(denylist=['kernel_lengths'])
+@gin.configurable(denylist=['kernel_lengths'])  # pyright: ignore  (gin has no types)
 @dataclasses.dataclass(eq=False)
 class LanguageModel(Module):
   """A causal language model over chunks of token streams.
