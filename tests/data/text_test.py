@@ -823,3 +823,58 @@ def test_an_empty_location_is_not_the_current_folder(tmp_path, monkeypatch):
   ):
     with pytest.raises(ConfigurationError, match='location of a text is empty'):
       read()
+
+
+TASK_WITH_FILES = """
+from valkyrie.data.document_source import DocumentSource, TextDocument, register
+from valkyrie.data.source_files import SourceFiles
+
+
+class Whole(DocumentSource):
+  def __init__(self, location=None):
+    super().__init__(('train', 'validation'))
+    self._location = location
+
+  def at(self, location, **options):
+    return type(self)(location)
+
+  def files(self, split):
+    return SourceFiles(self._location, ('.txt',))
+
+  def documents(self, split, shard, shards):
+    files = self.files(split)
+    for file in files.files[shard::shards]:
+      with files.open(file) as stream:
+        yield TextDocument(stream.read().decode(), '', '')
+
+  def describe(self, split):
+    return {'kind': 'whole'}
+
+
+register('whole', Whole())
+"""
+
+
+def test_an_edited_task_that_names_its_files_is_no_silence(tmp_path, caplog, monkeypatch):
+  module = tmp_path / 'edited_with_files.py'
+  module.write_text(TASK_WITH_FILES)
+  monkeypatch.syspath_prepend(tmp_path)
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  for number, text in enumerate(TEXTS):
+    (folder / f'{number:02}.txt').write_text(text)
+  task, data_dir = 'edited_with_files:whole', str(tmp_path / 'stores')
+  built = [f'--task={task}', f'--source={folder}', f'--data_dir={data_dir}']
+  assert build_store.main(built) == 0
+
+  def read():
+    caplog.clear()
+    TaskFeed(task, 'train', 1, 0, source=str(folder), data_dir=data_dir).read(0, 1)
+    return caplog.text
+
+  assert 'edited' not in read().replace('edited_with_files', '')
+  module.write_text(TASK_WITH_FILES.replace('.decode()', ".decode('utf-8')"))
+  said = read()
+  assert 'was edited after the store was built' in said and '--rebuild' in said
+  assert build_store.main([*built, '--rebuild']) == 0
+  assert 'was edited' not in read()

@@ -352,6 +352,8 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats_in_tensorboard(tmp_pat
       for step in steps:
         writer.write_scalars(step, {'loss': begin + step / 10})
         writer.write_texts(step, {'sample': f'of {begin}'})
+    # TensorBoard reads files by name, that is by second and then by a number: 10 comes before 9.
+    time.sleep(1.1)
   folder = tmp_path / 'train'
   assert shown_by_tensorboard(folder) == [(1, 1.1), (2, 1.2), (3, 3.3), (4, 3.4)]
   assert [step for step, _ in shown_by_tensorboard(folder, 'sample')] == [1, 2, 3, 4]

@@ -36,7 +36,7 @@ DISTANCES = tuple(2**power for power in range(6, 15))
 NOISE = 'abcdefghijklmnopqrstuvwxyz'
 DIGITS = '0123456789'
 SAMPLE = 'sample'  # the entry of store.json with a hash of generated problems
-MODULE = 'module'  # the entry of store.json with the hash of the module of a task without files
+MODULE = 'module'  # the entry of store.json with the hash of the module of a user's task
 _SAMPLED = 32
 
 

@@ -145,6 +145,19 @@ def check(
       f'The token store {path} was made from other files than {files} has now '
       f'({changes}). To make it again from these, {rebuild}'
     )
+  if _was_edited(information):
+    logging.warning(
+      'The module of the task of the token store %s was edited after the store was built. If the '
+      'texts or their splits have changed, %s',
+      path,
+      rebuild,
+    )
+
+
+def _was_edited(information: Mapping[str, Any]) -> bool:
+  """Whether a task of another package has another module than when its store was built."""
+  recorded = information['source'].get(document_source.MODULE)
+  return recorded is not None and recorded != document_source.module_hash(information['task'])
 
 
 def _warn_of_task(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
@@ -152,9 +165,8 @@ def _warn_of_task(path: pathlib.Path, information: Mapping[str, Any], rebuild: s
   source = information['source']
   if ':' not in information['task'] or document_source.SAMPLE in source:
     return
-  module = document_source.module_hash(information['task'])
   edit = ''
-  if source.get(document_source.MODULE, module) != module:
+  if _was_edited(information):
     edit = ', and its module was edited after the store was built'
   logging.warning(
     'The token store %s was not compared with its source: the task names no files (see '

@@ -143,7 +143,7 @@ class Bench:
     self.origin = files and provenance.Origin(files, output, renew=renew, generation=generation)
     if self.origin:
       source['files_sha256'] = self.origin.digest
-    elif ':' in selection.task:
+    if ':' in selection.task:
       source[document_source.MODULE] = document_source.module_hash(selection.task)
     self.writer = StoreWriter(output, selection, source, shards, renew, generation)
 
