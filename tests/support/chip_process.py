@@ -10,7 +10,7 @@ import importlib
 import pathlib
 import sys
 
-import gin
+from page_process import call_main
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts' / 'experiments'
 
@@ -18,13 +18,12 @@ SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts' / 'experiments'
 def call(command: Sequence[str]) -> None:
   """What `chip.call` does, by the `main` of the module or script."""
   _, *words = command
-  gin.clear_config(clear_constants=True)
   if words[0] == '-m':
     _, name, *arguments = words
   else:
     script, *arguments = words
     name = pathlib.Path(script).stem
-  code = importlib.import_module(name).main(arguments)
+  code = call_main(name, arguments)
   assert not code, f'{command} exits with {code}'
 
 

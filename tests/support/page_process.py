@@ -13,6 +13,7 @@ import pathlib
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import gin
 
@@ -46,6 +47,13 @@ def commands_of(text: str) -> list[str]:
   return commands
 
 
+def call_main(module: str, arguments: list[str]) -> Any:
+  """What `python -m module arguments` does, in this process; returns the exit code."""
+  gin.clear_config(clear_constants=True)
+  importlib.invalidate_caches()
+  return importlib.import_module(module).main(arguments)
+
+
 def run_command(command: str) -> None:
   """Runs one command of a user."""
   print(f'$ {command}', file=sys.stderr)
@@ -54,14 +62,11 @@ def run_command(command: str) -> None:
     return
   command, _, output = command.removeprefix(PROGRAM).partition(' > ')
   module, *arguments = shlex.split(command)
-  gin.clear_config(clear_constants=True)
-  importlib.invalidate_caches()
-  main = importlib.import_module(module).main
   if output:
     with pathlib.Path(output.strip()).open('w') as file, contextlib.redirect_stdout(file):
-      code = main(arguments)
+      code = call_main(module, arguments)
   else:
-    code = main(arguments)
+    code = call_main(module, arguments)
   assert code == 0, f'{command} exits with {code}'
 
 
