@@ -44,7 +44,7 @@ class Description(NamedTuple):
   exact_gradient: bool  # False if the insert passes on only a part of the gradient
   needs_whole_rows: tuple[str, ...]  # the kinds of parts that accept no pieces of time
   remat_policy: str | None  # what a layer saves for the backward pass
-  site_patterns: tuple[str, ...]  # regular expressions, one of which finds the path of each site
+  site_patterns: tuple[str, ...]  # regular expressions: the path of each site matches one
 
   @property
   def train_flops_per_token(self) -> int:

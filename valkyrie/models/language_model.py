@@ -228,7 +228,7 @@ class LanguageModel(Module):
     return x + self.scale * added
 
   def _layer(self, where, activations) -> Callable:
-    """One repeat: (x, carry, masks) -> (x, (carry, the values by kind, those of sites))."""
+    """One repeat: (x, carry, masks) -> (x, (carry, the values by kind, the inputs of sites))."""
     prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
 
     def layer(x, carry, masks):
@@ -250,7 +250,7 @@ class LanguageModel(Module):
 
   @hk.transparent
   def _stack(self, layer, fresh, masks, x, name, repeats, memory):
-    """Repeats of the pattern: x -> (x, the values by kind, those of sites); advances `memory`."""
+    """Repeats of the pattern: x -> (x, values by kind, inputs of sites); advances `memory`."""
     layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
     x, (carry, values, seen) = layers(layer)(x, _carried(memory, fresh), masks)
     hk.set_state(memory, carry)

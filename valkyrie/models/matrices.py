@@ -42,7 +42,7 @@ ROWS = Layout()
 class Matrix:
   """A matrix W [D_in, D_out] that is used as it is stored."""
 
-  whole: Any  # W as stored; in a module with a product of its own, the arrays of which W is made
+  whole: Any  # W as stored; the arrays that make up W, where a module has its own product
 
   is_changed: ClassVar[bool] = False  # whether `adjust` changes a product
 

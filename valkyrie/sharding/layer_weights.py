@@ -27,7 +27,7 @@ def getter(following: Callable, part: Array, context: hk.GetterContext) -> Array
 
 
 def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
-  """The weight of this shape, of which a device holds a part."""
+  """The whole weight of this shape, gathered from the parts on the devices."""
   dimension = split_dimension(part, shape)
   if dimension is None:
     return part

@@ -161,7 +161,7 @@ def _kernel(form: Form, rows: int, heads: int) -> Kernel:
 
 
 def slice_size(choice: str | None, most: int, plain: int) -> int:
-  """The queries of a slice, about `most`; `plain` are those of the plain form.
+  """The queries of a slice, about `most`; a slice of the plain form has `plain` queries.
 
   cuDNN computes all logits of a slice, so it gets slices as short as the plain form's. Splash
   attention skips the blocks in which no query sees a key.

@@ -68,7 +68,7 @@ def attend_windows(
 
   Args:
     queries: all of the chunk, S = T.
-    row: the keys of each residue, [B · d, ...]: those of the chunk, and of slices before and after.
+    row: the keys of each residue, [B · d, ...], in the chunk and in slices before and after it.
     around: how many slices `row` has before the chunk and after it, as far as a window reaches;
       with none after it, a window is causal.
     size: S, of a slice of a residue.

@@ -165,8 +165,8 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
   """The adjoint of a linear recurrence: the same recurrence, in the other direction of time.
 
   With c the cotangent of the states and h_t = c_t + keep_{t+1} conj(1 + g_{t+1}) h_{t+1}, the
-  cotangent of b_t is h_t, and that of g_t is keep_t conj(x_{t-1}) h_t. Only the states are saved
-  for it. The rule applies to its own recurrence, too, so derivatives of every order exist.
+  cotangent of b_t is h_t, the cotangent of g_t is keep_t conj(x_{t-1}) h_t. Only the states are
+  saved for it. The rule applies to its own recurrence, too, so derivatives of every order exist.
   """
   growth, reset, states = residuals
   first = slice(None, 1)
