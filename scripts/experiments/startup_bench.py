@@ -23,7 +23,7 @@ from valkyrie.config import paths
 
 # The beginning of the line that ends each part; the third line tells how long each half took.
 PARTS = {
-  'imports': 'python ',
+  'imports': 'valkyrie ',
   'model, data and state': 'compiling ',
   'tracing and compilation': 'traced in ',
   'first step': 'step 1/1 ',
