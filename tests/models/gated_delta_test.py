@@ -20,7 +20,6 @@ from valkyrie.sharding import ambient, sequence_parallel
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 WIDTH, HEADS, KEYS, VALUES, TAPS = 6, 2, 4, 3, 3
-MIXED = HEADS * (2 * KEYS + VALUES)
 
 
 def layer(**options):
@@ -33,13 +32,13 @@ def build(**options):
   return tiny.mixer(functools.partial(layer, **options))
 
 
-def stream(time, rows=2, seed=0):
+def stream(time, rows=2, seed=0, value_heads=HEADS):
   """(x, carry, positions, segment_ids): documents of 1 to 6 tokens, the first begun before."""
   random = np.random.default_rng(seed)
   positions, segment_ids = tiny.documents(random, rows, time)
   carry = ConvolvedCarry(
-    Tail(random.normal(size=(rows, TAPS - 1, MIXED))),
-    random.normal(size=(rows, HEADS, KEYS, VALUES)),
+    Tail(random.normal(size=(rows, TAPS - 1, 2 * HEADS * KEYS + value_heads * VALUES))),
+    random.normal(size=(rows, value_heads, KEYS, VALUES)),
   )
   return random.normal(size=(rows, time, WIDTH)), carry, positions, segment_ids
 
@@ -51,7 +50,7 @@ def drawn(params, seed=3):
 
 
 def parameters(**options):
-  x, carry, *where = stream(1)
+  x, carry, *where = stream(1, value_heads=options.get('value_heads', HEADS))
   return drawn(build(**options).init(jax.random.key(0), x, carry, *where))
 
 
@@ -63,13 +62,13 @@ def hard(x):
   return np.clip(2 * x - 0.5, 0, 1)
 
 
-def by_token(params, x, carry, positions, write=sigmoid):
+def by_token(params, x, carry, positions, write=sigmoid, epsilon=1e-6):
   """The equations, for one token, row and head at a time."""
   own = params['gated_delta_net']
   filters = params['gated_delta_net/~/causal_convolution']['filters']
   scale = params['gated_delta_net/norm']['scale']
   tail, state = np.array(carry.tail.inputs), np.array(carry.state)
-  y = np.zeros_like(x)
+  y, value_heads = np.zeros_like(x), len(own['log_rate'])
   for row, t in np.ndindex(x.shape[:2]):
     now = x[row, t]
     if positions[row, t] == 0:
@@ -82,16 +81,17 @@ def by_token(params, x, carry, positions, write=sigmoid):
     convolved = convolved * sigmoid(convolved)
     queries, keys, values = np.split(convolved, (HEADS * KEYS, 2 * HEADS * KEYS))
     gates, read = now @ own['gate'], []
-    for head in range(HEADS):
-      q, k = (part.reshape(HEADS, KEYS)[head] for part in (queries, keys))
+    for head in range(value_heads):
+      key_head = head // (value_heads // HEADS)
+      q, k = (part.reshape(HEADS, KEYS)[key_head] for part in (queries, keys))
       q, k = (part / np.sqrt(part @ part + 1e-6) for part in (q, k))
-      v, gate = (part.reshape(HEADS, VALUES)[head] for part in (values, gates))
+      v, gate = (part.reshape(value_heads, VALUES)[head] for part in (values, gates))
       beta = write(now @ own['beta'])[head]
       step = np.log1p(np.exp(now @ own['step'] + own['step_bias']))[head]
       decayed = np.exp(-np.exp(own['log_rate'][head]) * step) * state[row, head]
       state[row, head] = decayed + beta * np.outer(k, v - k @ decayed)
       out = q @ state[row, head] / np.sqrt(KEYS)
-      out = out / np.sqrt(np.mean(out**2) + 1e-6) * scale
+      out = out / np.sqrt(np.mean(out**2) + epsilon) * scale
       read.append(out * gate * sigmoid(gate))
     y[row, t] = np.concatenate(read) @ own['out']
   return y, ConvolvedCarry(Tail(tail), state)
@@ -104,6 +104,16 @@ def test_values_are_those_of_the_equations(time, slice_size):
   with jax.enable_x64(True):
     found = build(slice_size=slice_size).apply(params, x, carry, positions, segment_ids)
   expected = by_token(params, x, carry, positions)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_heads_of_values_share_queries_and_keys_and_the_norm_has_an_epsilon():
+  options = {'value_heads': 3 * HEADS, 'norm_epsilon': 0.1}
+  x, carry, positions, segment_ids = stream(13, value_heads=3 * HEADS)
+  params = parameters(**options)
+  with jax.enable_x64(True):
+    found = build(**options).apply(params, x, carry, positions, segment_ids)
+  expected = by_token(params, x, carry, positions, epsilon=0.1)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
@@ -318,6 +328,8 @@ def test_dtypes_under_bfloat16():
   ('options', 'message'),
   [
     ({'heads': 0}, 'GatedDeltaNet.heads = 0 is out of range'),
+    ({'value_heads': 3}, 'value_heads=3 must be a multiple of GatedDeltaNet.heads=2'),
+    ({'norm_epsilon': -1.0}, 'GatedDeltaNet.norm_epsilon = -1.0 is out of range'),
     ({'slice_size': 48}, 'GatedDeltaNet.slice_size=48 must be a power of two'),
     ({'horizon': 1.0}, r'GatedDeltaNet.shortest=10 and GatedDeltaNet.horizon=1:'),
     ({'largest_rate': 0.5}, 'GatedDeltaNet.largest_rate = 0.5 is out of range'),

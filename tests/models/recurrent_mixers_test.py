@@ -44,7 +44,13 @@ MIXERS = {
   'rg_lru': gated(rg_lru, scan_form='sequential'),
   'rg_lru_associative': gated(rg_lru, scan_form='associative'),
   'gated_delta': functools.partial(
-    GatedDeltaNet, heads=3, key_width=4, value_width=5, slice_size=4
+    GatedDeltaNet,
+    heads=2,
+    key_width=4,
+    value_width=5,
+    value_heads=4,
+    norm_epsilon=1e-3,
+    slice_size=4,
   ),
   'mamba2': functools.partial(Mamba2, heads=3, head_width=4, state_size=5, slice_size=4),
 }

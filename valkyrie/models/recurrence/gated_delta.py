@@ -5,6 +5,8 @@
     S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ           S [K, Z]
     y = W_out (RMSNorm(S_tᵀ q_t / √K) ∘ silu(W_gate x))
 
+With n times as many heads of values, n neighbors of them share the queries and keys of one head.
+
 Yang, Kautz & Hatamizadeh 2024 (arXiv 2412.06464), section 3.4 and figure 1, with the decays of
 Mamba-2 (Dao & Gu 2024): a token decays the memory, erases a share β of the value stored at its key,
 and stores its own.
@@ -26,12 +28,13 @@ import dataclasses
 from typing import NamedTuple
 
 import gin
+import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.config.ranges import PositiveInt
+from valkyrie.config.ranges import Fraction, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import slices
 from valkyrie.models.layers import RMSNorm, project, projections
@@ -58,6 +61,7 @@ class GatedDeltaNet(DecayingHeads):
   """The Gated DeltaNet layer; see the module.
 
   Attributes, besides the ones of `DecayingHeads`, whose `slice_size` is Q, a power of two:
+    heads: H, of queries and keys.
     key_width: K, of the queries and keys of a head.
     value_width: Z, of the values of a head. The paper has HK = 3D/4 and HZ = 3D/2.
     write_gate: β, 'sigmoid' as published, 'hard', min(max(2 x - 1/2, 0), 1), or 'double', 2 σ(x).
@@ -65,11 +69,15 @@ class GatedDeltaNet(DecayingHeads):
       time constants from `shortest` to `horizon`. Weight decay closes the gate. Above 1, I - β k kᵀ
       has a negative eigenvalue, which tracks parities and swaps (Grazzi et al. 2024, arXiv
       2411.12537).
+    value_heads: of values, decays, gates and states, a multiple of H; None means H.
+    norm_epsilon: of the norm in the layer; None means `RMSNorm.epsilon`.
   """
 
   key_width: PositiveInt
   value_width: PositiveInt
   write_gate: str = 'sigmoid'
+  value_heads: PositiveInt | None = None
+  norm_epsilon: Fraction | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -78,16 +86,26 @@ class GatedDeltaNet(DecayingHeads):
       raise ConfigurationError(
         f'GatedDeltaNet.slice_size={self.slice_size} must be a power of two. Use 64.'
       )
-    self._convolved = self.heads * (2 * self.key_width + self.value_width)
-    self._state_shape = (self.key_width, self.value_width)
+    self._value_heads = self.value_heads or self.heads
+    if self._value_heads % self.heads:
+      raise ConfigurationError(
+        f'GatedDeltaNet.value_heads={self.value_heads} must be a multiple of '
+        f'GatedDeltaNet.heads={self.heads}.'
+      )
+    self._keys = self.heads * self.key_width
+    self._values = self._value_heads * self.value_width
+    self._convolved = 2 * self._keys + self._values
+    self._state_shape = (self._value_heads, self.key_width, self.value_width)
 
   def forward_flops(self, width: int) -> int:
     """The products with weights, the convolution, and the products of whole slices."""
     k = self.key_width
     z = self.value_width
     q = self.slice_size
-    weights = width * (self._convolved + 2 * self.heads * (z + 1))
-    # Multiply-adds of a token and head.
+    gate_and_out = 2 * self._values
+    step_and_beta = 2 * self._value_heads
+    weights = width * (self._convolved + gate_and_out + step_and_beta)
+    # Multiply-adds of a token and head of values.
     decays_and_inverse = 2 * q * q
     pairs = 2 * q * k  # K Kᵀ and Q Kᵀ
     solved = q * (k + z)  # the inverse times β (V, e K)
@@ -96,30 +114,30 @@ class GatedDeltaNet(DecayingHeads):
     outputs = z * (2 * k + q)
     slices = decays_and_inverse + pairs + solved + stored + state + outputs
     convolution = self._convolution.forward_flops(self._convolved)
-    return 2 * (weights + self.heads * slices) + convolution
+    return 2 * (weights + self._value_heads * slices) + convolution
 
   def __call__(
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk x [B, T, D]; see `types.SequenceMixer`."""
     batch, time, width = x.shape
-    keys = self.heads * self.key_width
-    values = self.heads * self.value_width
+    keys = self._keys
     is_token = segment_ids > 0
 
-    *qkv_weights, gate_weights = projections(
-      x, ('embed', 'heads'), query=keys, key=keys, value=values, gate=values
-    )
+    widths = {'query': keys, 'key': keys, 'value': self._values, 'gate': self._values}
+    *qkv_weights, gate_weights = projections(x, ('embed', 'heads'), **widths)
     qkv, gate = products(x, [qkv_weights, gate_weights])
     qkv, tail = self._convolution(qkv, carry.tail, positions=positions, segment_ids=segment_ids)
-    parts = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
-    q, k, v = (part.reshape(batch, time, self.heads, -1) for part in parts)
+    q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
+    q = q.reshape(batch, time, self.heads, -1)
+    k = k.reshape(batch, time, self.heads, -1)
+    v = v.reshape(batch, time, self._value_heads, -1)
     # Padding neither decays nor writes: log α = β = 0.
     rates = self._decays(x)
     log_decay, beta = (jnp.where(is_token[..., None], rate, 0) for rate in rates)
     y, state = gated_delta_rule(
-      _unit(q, self.key_width**-0.5),
-      _unit(k),
+      self._for_values(_unit(q, self.key_width**-0.5)),
+      self._for_values(_unit(k)),
       v.astype(log_decay.dtype),
       log_decay,
       beta,
@@ -129,15 +147,26 @@ class GatedDeltaNet(DecayingHeads):
       first=self.first_state(carry.state),
     )
     y = y.reshape(batch, -1, self.value_width)
-    normed = RMSNorm(name='norm')(y).reshape(batch, time, values)
+    normed = self._norm(y).reshape(gate.shape)
     gated = normed * jax.nn.silu(gate.astype(y.dtype))
     (out,) = project(gated.astype(x.dtype), ('heads', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
+  @hk.transparent
+  def _norm(self, y: Array) -> Array:
+    if self.norm_epsilon is None:
+      return RMSNorm(name='norm')(y)
+    return RMSNorm(self.norm_epsilon, name='norm')(y)
+
+  def _for_values(self, x: Array) -> Array:
+    """Queries or keys [B, T, H, K], for each head of values."""
+    return jnp.repeat(x, self._value_heads // self.heads, axis=2)
+
   def _decays(self, x: Array) -> tuple[Array, Array]:
-    """log α and β of x [B, T, D], float32 [B, T, H]."""
+    """log α and β of x [B, T, D], float32, for each head of values."""
     log_rate, step_bias = self._rates_and_steps()
-    weights = projections(x, ('embed', None), step=self.heads, beta=self.heads)
+    widths = {'step': self._value_heads, 'beta': self._value_heads}
+    weights = projections(x, ('embed', None), **widths)
     step, beta = products(x, weights, out_dtype=wide(x.dtype))
     step = jax.nn.softplus(step + step_bias[None, None])
     log_decay = -jnp.exp(log_rate)[None, None] * step

@@ -49,7 +49,7 @@ class Mamba2(DecayingHeads):
     super().__post_init__()
     self._inner = self.heads * self.head_width
     self._convolved = self._inner + 2 * self.state_size
-    self._state_shape = (self.state_size, self.head_width)
+    self._state_shape = (self.heads, self.state_size, self.head_width)
 
   def forward_flops(self, width: int) -> int:
     """The projections, the convolution, the state written and read, and the pairs of a slice."""

@@ -47,20 +47,20 @@ class DecayingHeads(Module):
     super().__post_init__()
     check_time_constants(self)
     self._convolution = CausalConvolution(self.taps)
-    # A subclass sets the channels of the convolution, and the shape of a head's state.
+    # A subclass sets the channels of the convolution, and the shape of a row's states, whose first
+    # axis has the heads that decay.
     self._convolved = 0
-    self._state_shape = (0, 0)
+    self._state_shape = (0, 0, 0)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
     """Zeros; the state is float32 or wider, since rounding would accumulate."""
-    shape = (batch_size, self.heads, *self._state_shape)
-    state = jnp.zeros(shape, wide(dtype))
-    return ConvolvedCarry(
-      self._convolution.initial_carry(batch_size, self._convolved, dtype), state
-    )
+    tail = self._convolution.initial_carry(batch_size, self._convolved, dtype)
+    state = jnp.zeros((batch_size, *self._state_shape), wide(dtype))
+    return ConvolvedCarry(tail, state)
 
   def _rates_and_steps(self) -> tuple[Array, Array]:
-    """(log_rate, step_bias), [H] each; the steps begin near softplus(step_bias)."""
+    """(log_rate, step_bias) of each head that decays; steps begin near softplus(step_bias)."""
+    shape = self._state_shape[:1]
 
     def log_rates(shape, dtype):
       return jnp.log(jax.random.uniform(hk.next_rng_key(), shape, dtype, 1, self.largest_rate))
@@ -71,10 +71,9 @@ class DecayingHeads(Module):
       drawn = jax.random.uniform(hk.next_rng_key(), shape, dtype, low, high)
       return inverse_softplus(jnp.exp(-drawn))
 
-    return (
-      parameter('log_rate', (self.heads,), log_rates, axes=('norm',)),
-      parameter('step_bias', (self.heads,), step_biases, axes=('norm',)),
-    )
+    log_rate = parameter('log_rate', shape, log_rates, axes=('norm',))
+    step_bias = parameter('step_bias', shape, step_biases, axes=('norm',))
+    return log_rate, step_bias
 
 
 def inverse_softplus(y: Array) -> Array:
