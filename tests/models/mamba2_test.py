@@ -30,9 +30,10 @@ def build(**options):
   return tiny.mixer(functools.partial(layer, **options))
 
 
-def zero(rows):
-  state = np.zeros((rows, HEADS, STATES, HEAD_WIDTH), np.float32)
-  return ConvolvedCarry(Tail(np.zeros((rows, TAPS - 1, CONVOLVED), np.float32)), state)
+def zero(rows, heads=HEADS, groups=1):
+  state = np.zeros((rows, heads, STATES, HEAD_WIDTH), np.float32)
+  convolved = heads * HEAD_WIDTH + 2 * groups * STATES
+  return ConvolvedCarry(Tail(np.zeros((rows, TAPS - 1, convolved), np.float32)), state)
 
 
 def initial(width=WIDTH, **options):
@@ -53,10 +54,13 @@ def silu(x):
   return x / (1 + np.exp(-x))
 
 
-def by_token(params, x, carry, positions):
+def by_token(params, x, carry, positions, groups=1):
   """The equations, for one token, row and head at a time."""
   own = params['mamba2']
-  filters = params['mamba2/~/causal_convolution']['filters']
+  convolution = params['mamba2/~/causal_convolution']
+  filters, bias = convolution['filters'], convolution.get('bias', 0)
+  heads = len(own['log_rate'])
+  width = heads * HEAD_WIDTH
   scale = params['mamba2/rms_norm']['scale']
   tail, state = np.array(carry.tail.inputs), np.array(carry.state)
   y = np.zeros_like(x)
@@ -65,16 +69,19 @@ def by_token(params, x, carry, positions):
     recent = np.stack([*tail[row], now @ own['xbc']])
     tail[row] = recent[1:]
     taps = min(TAPS, positions[row, t] + 1)
-    convolved = silu(sum(filters[lag] * recent[-1 - lag] for lag in range(taps)))
-    inner, b, c = np.split(convolved, [INNER, INNER + STATES])
+    convolved = silu(sum(filters[lag] * recent[-1 - lag] for lag in range(taps)) + bias)
+    inner, b, c = np.split(convolved, [width, width + groups * STATES])
+    b, c = b.reshape(groups, STATES), c.reshape(groups, STATES)
     steps = np.log1p(np.exp(now @ own['dt'] + own['step_bias']))
-    out = np.zeros((HEADS, HEAD_WIDTH))
-    for head, value in enumerate(inner.reshape(HEADS, HEAD_WIDTH)):
+    out = np.zeros((heads, HEAD_WIDTH))
+    for head, value in enumerate(inner.reshape(heads, HEAD_WIDTH)):
+      group = head // (heads // groups)
       decay = np.exp(-np.exp(own['log_rate'][head]) * steps[head]) if positions[row, t] else 0
-      state[row, head] = decay * state[row, head] + steps[head] * np.outer(b, value)
-      out[head] = c @ state[row, head] + own['skip'][head] * value
-    gated = out.ravel() * silu(now @ own['z'])
-    y[row, t] = gated / np.sqrt(np.mean(gated**2) + 1e-6) * scale @ own['out']
+      state[row, head] = decay * state[row, head] + steps[head] * np.outer(b[group], value)
+      out[head] = c[group] @ state[row, head] + own['skip'][head] * value
+    gated = (out.ravel() * silu(now @ own['z'])).reshape(groups, -1)
+    normed = gated / np.sqrt(np.mean(gated**2, axis=1, keepdims=True) + 1e-6)
+    y[row, t] = normed.ravel() * scale @ own['out']
   return y, ConvolvedCarry(Tail(tail), state)
 
 
@@ -85,6 +92,19 @@ def test_values_are_those_of_the_equations(slice_size):
     mixer = build(slice_size=slice_size)
     found = mixer.apply(params, x, carry, positions, np.ones_like(positions))
   expected = by_token(params, x, carry, positions)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
+
+
+def test_groups_of_heads_and_a_bias_of_the_convolution():
+  options = {'heads': 6, 'groups': 2, 'convolution_bias': True}
+  _, x, _, positions = drawn()
+  random, fresh = np.random.default_rng(1), zero(2, heads=6, groups=2)
+  ones, mixer = np.ones_like(positions), build(**options)
+  shapes = mixer.init(jax.random.key(0), x, fresh, positions, ones)
+  params, carry = jax.tree.map(lambda p: random.normal(size=p.shape), (shapes, fresh))
+  with jax.enable_x64(True):
+    found = mixer.apply(params, x, carry, positions, ones)
+  expected = by_token(params, x, carry, positions, groups=2)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
@@ -242,6 +262,7 @@ def test_operations_are_counted():
 def test_options_that_cannot_be_are_refused():
   for options, message in (
     ({'heads': 0}, 'Mamba2.heads = 0 is out of range'),
+    ({'groups': 2}, 'Mamba2.heads=3 must be a multiple of Mamba2.groups=2'),
     ({'slice_size': 0}, 'Mamba2.slice_size = 0 is out of range'),
     ({'shortest': 30, 'horizon': 20}, 'Mamba2.shortest=30 and Mamba2.horizon=20'),
     ({'shortest': 0}, 'Mamba2.shortest = 0 is out of range'),

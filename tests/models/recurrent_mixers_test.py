@@ -52,7 +52,9 @@ MIXERS = {
     norm_epsilon=1e-3,
     slice_size=4,
   ),
-  'mamba2': functools.partial(Mamba2, heads=3, head_width=4, state_size=5, slice_size=4),
+  'mamba2': functools.partial(
+    Mamba2, heads=4, head_width=3, state_size=5, groups=2, convolution_bias=True, slice_size=4
+  ),
 }
 every_mixer = pytest.mark.parametrize('name', MIXERS)
 

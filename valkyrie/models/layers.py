@@ -140,13 +140,17 @@ class RMSNorm(Module):
 
   epsilon: Fraction = 1e-6
 
-  def __call__(self, x: Array) -> Array:
+  def __call__(self, x: Array, groups: int = 1) -> Array:
+    """x, whose D channels form groups of neighbors, each with a mean square of its own."""
     scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
-    own = x.dtype
-    x = x.astype(wide(x.dtype))
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    scale = jnp.expand_dims(scale, range(x.ndim - 1))
-    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(own)
+    parts = x.astype(wide(x.dtype))
+    if groups > 1:
+      parts = parts.reshape(*x.shape[:-1], groups, -1)
+      scale = scale.reshape(groups, -1)
+    mean_square = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
+    scale = jnp.expand_dims(scale, range(parts.ndim - scale.ndim))
+    normed = parts * jax.lax.rsqrt(mean_square + self.epsilon) * scale
+    return normed.reshape(x.shape).astype(x.dtype)
 
 
 @dataclasses.dataclass(eq=False)

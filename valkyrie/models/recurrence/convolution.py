@@ -26,17 +26,21 @@ class ConvolvedCarry(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class CausalConvolution(Module):
-  """y_t = Σ_k w_k ∘ x_{t-k} for k < taps, within a document; its carry is a `Tail`."""
+  """y_t = Σ_k w_k ∘ x_{t-k} for k < taps, within a document; its carry is a `Tail`.
+
+  With a `bias`, a learned number is added to each channel.
+  """
 
   taps: int
+  bias: bool = False
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Tail:
     """Zeros for a width of F; no document reads them."""
     return Tail(jnp.zeros((batch_size, self.taps - 1, width), dtype))
 
   def forward_flops(self, width: int) -> int:
-    """A product and a sum for each tap and channel."""
-    return 2 * self.taps * width
+    """A product and a sum for each tap and channel, and a sum for the bias."""
+    return (2 * self.taps + self.bias) * width
 
   def __call__(
     self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
@@ -44,14 +48,18 @@ class CausalConvolution(Module):
     """x [B, T, F] -> (y [B, T, F], the tail after the chunk)."""
     bound = self.taps**-0.5
     init = hk.initializers.RandomUniform(-bound, bound)
-    filters = parameter(
-      'filters', (self.taps, x.shape[2]), init, axes=(None, 'activation'), cast=x.dtype
-    )
+    width = x.shape[2]
+    axes = (None, 'activation')
+    filters = parameter('filters', (self.taps, width), init, axes=axes, cast=x.dtype)
     shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
     taps = zip(filters.astype(x.dtype), shifted, strict=True)
     for lag, (weights, earlier) in enumerate(taps):
-      y += weights[None, None] * jnp.where(positions[..., None] >= lag, earlier, 0)
+      is_inside = positions[..., None] >= lag
+      y += weights[None, None] * jnp.where(is_inside, earlier, 0)
+    if self.bias:
+      bias = parameter('bias', (width,), init, axes=('activation',), cast=x.dtype)
+      y += bias.astype(x.dtype)[None, None]
     return y, tail
 
 

@@ -4,8 +4,8 @@
     Δ_t = softplus(Δ_t + bias)      S_t = exp(-Δ_t exp(log_rate)) S_{t-1} + Δ_t B_t x_t^T
     y_t = S_t^T C_t + D x_t         output = RMSNorm(y ∘ silu(z)) W_out
 
-Dao & Gu 2024 (arXiv 2405.21060), figure 6 and section 7, as `Mamba2` of state-spaces/mamba with
-ngroups = 1 and without a bias in the convolution.
+Dao & Gu 2024 (arXiv 2405.21060), figure 6 and section 7, as `Mamba2` of state-spaces/mamba. Heads
+can form groups, which have B, C and a mean square of the norm each.
 
 `ssd` computes S and S_t^T C_t by matrix products (section 6 and listing 1). A chunk is cut into
 slices of Q tokens. Inside a slice, y is a masked product, as in attention: the weight of token j
@@ -22,6 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt
+from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import RMSNorm, parameter, project
 from valkyrie.models.precision import wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
@@ -39,16 +40,23 @@ class Mamba2(DecayingHeads):
 
   Attributes, besides the ones of `DecayingHeads`:
     head_width: K; H x K is twice the model width in the publication.
-    state_size: P, rows of a head's state; all heads share B and C.
+    state_size: P, rows of a head's state.
+    groups: G, dividing H; neighboring heads, as many in each group, share B and C.
   """
 
   head_width: PositiveInt = 64
   state_size: PositiveInt = 128
+  groups: PositiveInt = 1
 
   def __post_init__(self):
     super().__post_init__()
+    if self.heads % self.groups:
+      raise ConfigurationError(
+        f'Mamba2.heads={self.heads} must be a multiple of Mamba2.groups={self.groups}.'
+      )
     self._inner = self.heads * self.head_width
-    self._convolved = self._inner + 2 * self.state_size
+    self._states = self.groups * self.state_size
+    self._convolved = self._inner + 2 * self._states
     self._state_shape = (self.heads, self.state_size, self.head_width)
 
   def forward_flops(self, width: int) -> int:
@@ -57,7 +65,7 @@ class Mamba2(DecayingHeads):
     projections = 2 * width * projected
     convolution = self._convolution.forward_flops(self._convolved)
     states = 4 * self.state_size * self._inner
-    pairs = 2 * self.slice_size * (self.state_size + self._inner)
+    pairs = 2 * self.slice_size * (self._states + self._inner)
     return projections + convolution + states + pairs
 
   def __call__(
@@ -69,7 +77,7 @@ class Mamba2(DecayingHeads):
     widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
     xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
-    ends = [self._inner, self._inner + self.state_size]
+    ends = [self._inner, self._inner + self._states]
     inner, b, c = jnp.split(jax.nn.silu(xbc), ends, axis=-1)
     inner = inner.reshape(*inner.shape[:2], self.heads, self.head_width)
 
@@ -79,21 +87,35 @@ class Mamba2(DecayingHeads):
     # A step of length zero changes no state.
     dt = jnp.where(is_token[..., None], dt, 0)
     stepped = dt[..., None] * inner
-    y, state = ssd(
-      stepped.astype(x.dtype),
-      -jnp.exp(log_rate)[None, None] * dt,
-      b,
-      c,
-      (positions == 0) & is_token,
-      carry.state,
-      slice_size=self.slice_size,
-      first=self.first_state(carry.state),
-    )
+    log_decay = -jnp.exp(log_rate)[None, None] * dt
+    starts = (positions == 0) & is_token
+    y, state = self._read(stepped.astype(x.dtype), log_decay, b, c, starts, carry.state)
     y += skip[None, None, :, None] * inner
     gated = y.reshape(z.shape) * jax.nn.silu(z.astype(dtype))
-    normed = RMSNorm()(gated)
+    normed = RMSNorm()(gated, self.groups)
     (out,) = project(normed.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)
+
+  def _read(
+    self, x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array
+  ) -> tuple[Array, Array]:
+    """`ssd` of each group, with b and c [B, T, G P]."""
+    first = self.first_state(carry)
+    if self.groups == 1:
+      return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
+
+    def read(x, log_decay, b, c, carry, first):
+      return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
+
+    def by_group(x, axis):
+      return x.reshape(*x.shape[:axis], self.groups, -1, *x.shape[axis + 1 :])
+
+    over_time = [by_group(part, 2) for part in (x, log_decay, b, c)]
+    if first is not None:
+      first = by_group(first, 0)
+    read_groups = jax.vmap(read, in_axes=(2, 2, 2, 2, 1, 0), out_axes=(2, 1))
+    y, after = read_groups(*over_time, by_group(carry, 1), first)
+    return y.reshape(x.shape), after.reshape(carry.shape)
 
 
 @jax.named_scope('scan')

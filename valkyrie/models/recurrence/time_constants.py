@@ -23,6 +23,7 @@ class DecayingHeads(Module):
   Attributes:
     heads: H.
     taps: tokens that the convolution reads.
+    convolution_bias: whether the convolution adds a learned bias.
     slice_size: tokens that are read at once; it changes only rounding and time.
     shortest: the smallest 1 / step at initialization, in tokens.
     horizon: the largest one. They spread evenly in the logarithm; 10 and 1000 are the published
@@ -34,6 +35,7 @@ class DecayingHeads(Module):
   heads: PositiveInt
   _: dataclasses.KW_ONLY
   taps: PositiveInt = 4
+  convolution_bias: bool = False
   slice_size: PositiveInt = 64
   shortest: PositiveFloat = 10.0
   horizon: PositiveFloat = 1000.0
@@ -46,7 +48,7 @@ class DecayingHeads(Module):
   def __post_init__(self):
     super().__post_init__()
     check_time_constants(self)
-    self._convolution = CausalConvolution(self.taps)
+    self._convolution = CausalConvolution(self.taps, self.convolution_bias)
     # A subclass sets the channels of the convolution, and the shape of a row's states, whose first
     # axis has the heads that decay.
     self._convolved = 0
