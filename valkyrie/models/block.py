@@ -1,15 +1,19 @@
-"""One layer: pre-norm residual mixers in the given order, then an MLP."""
+"""One layer: residual mixers in the given order, then an MLP, with norms before them or after."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import gin
 import haiku as hk
+import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt, ProperFraction, check
+from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import layers
 from valkyrie.models.layers import MLP, GatedMLP, MixerOptions, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.types import Array, Carry, DType, SequenceMixer
+
+NORMS = ('before', 'after', 'both')
 
 
 @gin.configurable
@@ -17,27 +21,40 @@ class Block(hk.Module):
   """x += mixer(norm(x)) for each mixer, then x += mlp(norm(x)).
 
   `mixers` are the classes of the sequence mixers (`@S5` in gin, not `@S5()`), applied in this
-  order, `mlp` is the class of the MLP, and `mlp_width` its width. `dropout` is the share of what
-  the mixers and the MLP add to the residual stream, and of the MLP's inner values, that is zeroed
-  in training. A mixer that lacks an attribute raises a ConfigurationError.
+  order; it may be (). `mlp` is the class of the MLP, and `mlp_width` its width; without one, mlp is
+  None, and no width is needed. `dropout` is the share of what the mixers and the MLP add to the
+  residual stream, and of the MLP's inner values, that is zeroed in training. `norm` is 'before',
+  'after', x += norm(mixer(x)), as in OLMo 2 (arXiv 2501.00656), or 'both', as in Gemma 2 (arXiv
+  2408.00118). A mixer that lacks an attribute raises a ConfigurationError.
   """
 
   def __init__(
     self,
     mixers: Sequence[Callable[[], SequenceMixer]],
-    mlp_width: PositiveInt,
+    mlp_width: PositiveInt | None = None,
     dropout: ProperFraction = 0.0,
-    mlp: Callable[..., MLP] = GatedMLP,
+    mlp: Callable[..., MLP] | None = GatedMLP,
+    norm: str = 'before',
     name: str | None = None,
   ):
     super().__init__(name)
     check('Block.mlp_width', mlp_width, PositiveInt)
     check('Block.dropout', dropout, ProperFraction)
+    check_choice('Block.norm', norm, NORMS)
+    if mlp is not None and mlp_width is None:
+      raise ConfigurationError('Block.mlp_width is not set. Set it, or set Block.mlp = None.')
+    if mlp is None and not mixers:
+      raise ConfigurationError(
+        'A Block has neither mixers nor an MLP. Set Block.mixers or Block.mlp.'
+      )
     self.dropout = dropout
+    self.norm = norm
     self.mixers = tuple(make() for make in mixers)
     for mixer in self.mixers:
       check_members(mixer)
-    self.mlp = mlp(mlp_width, dropout, name='mlp')
+    self.mlp = None
+    if mlp is not None:
+      self.mlp = mlp(mlp_width, dropout, name='mlp')
 
   @property
   def has_dropout(self) -> bool:
@@ -55,8 +72,10 @@ class Block(hk.Module):
 
   def forward_flops(self, width: int) -> int:
     """Operations of one token in a forward pass."""
-    mixing = sum(mixer.forward_flops(width) for mixer in self.mixers)
-    return mixing + self.mlp.forward_flops(width)
+    flops = sum(mixer.forward_flops(width) for mixer in self.mixers)
+    if self.mlp is not None:
+      flops += self.mlp.forward_flops(width)
+    return flops
 
   def __call__(
     self,
@@ -75,18 +94,36 @@ class Block(hk.Module):
     inputs = x
     after = []
     for mixer, before in zip(self.mixers, carry, strict=True):
-      y, mixer_carry = mixer(
-        RMSNorm(name='mixer_norm')(x), before, positions=positions, segment_ids=segment_ids
-      )
+      read = self._normed_before(x, 'mixer_norm')
+      y, mixer_carry = mixer(read, before, positions=positions, segment_ids=segment_ids)
       check_result(type(mixer).__name__, x, before, y, mixer_carry)
-      x = x + layers.dropout(y.astype(x.dtype), self.dropout)
+      y = self._normed_after(y.astype(x.dtype), 'post_mixer_norm')
+      x = x + layers.dropout(y, self.dropout)
       after.append(mixer_carry)
     mixed = x
-    added = self.mlp(RMSNorm(name='mlp_norm')(mixed))
-    added = layers.dropout(added, self.dropout)
-    x = mixed + added
+    if self.mlp is None:
+      added = jnp.zeros_like(x)
+    else:
+      added = self.mlp(self._normed_before(mixed, 'mlp_norm'))
+      added = self._normed_after(added, 'post_mlp_norm')
+      added = layers.dropout(added, self.dropout)
+      x = mixed + added
     if found:
       activations = {'mixers': mixed - inputs, 'mlp': added, 'stream': x}
       for kind, values in found.items():
         values.append(activations[kind])
     return x, tuple(after)
+
+  @hk.transparent
+  def _normed_before(self, x: Array, name: str) -> Array:
+    """What a mixer or the MLP reads."""
+    if self.norm == 'after':
+      return x
+    return RMSNorm(name=name)(x)
+
+  @hk.transparent
+  def _normed_after(self, y: Array, name: str) -> Array:
+    """What a mixer or the MLP adds to the residual stream."""
+    if self.norm == 'before':
+      return y
+    return RMSNorm(name=name)(y)
