@@ -209,9 +209,8 @@ class BidirectionalLongformer(WindowAttention):
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the keys of a token's window and the global tokens."""
     keys = 2 * self.window + 1 + 2 * self._global_tokens
-    projections = 2 if self._global_tokens else 1
-    kv_width = projections * self._kv_width
-    return 4 * width * (self._q_width + kv_width) + 4 * keys * self._q_width
+    of_keys = 2 if self._global_tokens else 1
+    return self._projection_flops(width, of_keys) + 4 * keys * self._q_width
 
   def __call__(
     self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
@@ -234,4 +233,4 @@ class BidirectionalLongformer(WindowAttention):
       windows=self._windows,
       dropout=self._dropout(),
     )
-    return self._project_out(out, x.shape[-1]), carry
+    return self._project_out(out, x), carry

@@ -73,7 +73,7 @@ class FullAttention(LongformerAttention):
         'Lower chunk_size, or raise max_context.'
       )
     out = self._attend_in_chunk(*self._project_heads(x), segment_ids)
-    return self._project_out(out, x.shape[-1]), ()
+    return self._project_out(out, x), ()
 
   @hk.transparent
   @jax.named_scope('attention')

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import gin
 import haiku as hk
+import jax
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction
@@ -19,6 +20,8 @@ from valkyrie.models.attention.windows import windows_of
 from valkyrie.models.layers import Module, RMSNorm, parameter, project
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
+
+QUERY_KEY_NORMS = (False, True, 'whole')
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +39,10 @@ class WindowAttention(Module):
     dropout: the share of attention weights zeroed in training.
     rotary: the class of the frequencies of positions (`Rotary.base = 500000.0` in gin).
     query_key_norm: queries and keys of each head have a root mean square of 1, times a learned
-      scale, as in Qwen3 (Henry et al. 2020; Dehghani et al. 2023, section 2).
+      scale, as in Qwen3 (Henry et al. 2020; Dehghani et al. 2023, section 2). 'whole' takes the
+      root mean square over all heads, as in OLMo 2 (arXiv 2501.00656).
+    output_gate: the heads' results are multiplied by σ(W_gate x) before the last projection, as in
+      Qwen3.5 (Qiu et al. 2025, arXiv 2505.06708).
   """
 
   heads: PositiveInt
@@ -48,7 +54,8 @@ class WindowAttention(Module):
   slice_size: PositiveInt = 128
   dropout: ProperFraction = 0.0
   rotary: Callable[[], Rotary] = Rotary
-  query_key_norm: bool = False
+  query_key_norm: bool | str = False
+  output_gate: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -58,6 +65,7 @@ class WindowAttention(Module):
     self._kv_width = self._kv_heads * self.head_width
     self._rotary = self.rotary()
     owner = type(self).__name__
+    check_choice(f'{owner}.query_key_norm', self.query_key_norm, QUERY_KEY_NORMS)
     if self.heads % self._kv_heads or self.head_width % 2:
       raise ConfigurationError(
         f'{owner}: heads={self.heads} must be a multiple of kv_heads={self._kv_heads}, and '
@@ -73,11 +81,23 @@ class WindowAttention(Module):
   @hk.transparent
   def _heads(self, q: Array, k: Array, v: Array, *, of: str = '') -> tuple[Array, Array, Array]:
     """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""
-    q, k, v = (x.reshape(*x.shape[:2], -1, self.head_width) for x in (q, k, v))
-    if self.query_key_norm:
-      q = RMSNorm(name=f'{of}query_norm')(q)
-      k = RMSNorm(name=f'{of}key_norm')(k)
-    return q, k, v
+
+    def by_head(x):
+      return x.reshape(*x.shape[:2], -1, self.head_width)
+
+    def normed(x, name):
+      return RMSNorm(name=f'{of}{name}')(x)
+
+    is_whole = self.query_key_norm == 'whole'
+    if is_whole:
+      q = normed(q, 'query_norm')
+      k = normed(k, 'key_norm')
+    q = by_head(q)
+    k = by_head(k)
+    if self.query_key_norm and not is_whole:
+      q = normed(q, 'query_norm')
+      k = normed(k, 'key_norm')
+    return q, k, by_head(v)
 
   @hk.transparent
   def _project_heads(self, x: Array) -> tuple[Array, Array, Array]:
@@ -86,11 +106,19 @@ class WindowAttention(Module):
     return self._heads(*project(x, ('embed', 'heads'), **widths))
 
   @hk.transparent
-  def _project_out(self, out: Array, width: int) -> Array:
-    """[B, T, H, K] -> [B, T, D]."""
+  def _project_out(self, out: Array, x: Array) -> Array:
+    """The results of heads [B, T, H, K], and what the mixer reads [B, T, D] -> [B, T, D]."""
     joined = out.reshape(*out.shape[:2], -1)
-    (projected,) = project(joined, ('heads', 'embed'), out=width)
+    if self.output_gate:
+      (gate,) = project(x, ('embed', 'heads'), gate=self._q_width)
+      joined = joined * jax.nn.sigmoid(gate)
+    (projected,) = project(joined, ('heads', 'embed'), out=x.shape[-1])
     return projected
+
+  def _projection_flops(self, width: int, of_keys: int = 1) -> int:
+    """Of one token: queries, results and their gate, and `of_keys` times keys and values."""
+    wide = 2 + self.output_gate
+    return 2 * width * (wide * self._q_width + 2 * of_keys * self._kv_width)
 
   def _dropout(self) -> Dropout | None:
     """Dropout of attention weights, in training."""
@@ -139,9 +167,8 @@ class LongformerAttention(WindowAttention):
 
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the W + 1 + G keys that a token reads."""
-    projections = 4 * width * (self._q_width + self._kv_width)
     keys = self.window + 1 + self.registers + self.document_start
-    return projections + 4 * keys * self._q_width
+    return self._projection_flops(width) + 4 * keys * self._q_width
 
   def __call__(
     self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
@@ -169,4 +196,4 @@ class LongformerAttention(WindowAttention):
       windows=[seen._replace(kernels=choice) for seen in self._windows],
       dropout=dropout,
     )
-    return self._project_out(out, x.shape[-1]), carry
+    return self._project_out(out, x), carry

@@ -10,7 +10,7 @@ import gin
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.config.ranges import Factor, NonNegativeFloat, PositiveFloat, PositiveInt
+from valkyrie.config.ranges import Factor, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.precision import wide
 from valkyrie.types import Array
@@ -22,7 +22,9 @@ class Rotary:
   """The frequencies of the pairs of channels.
 
   Attributes:
-    base: pair number i of K/2 turns by base^(-2i / K) radians a token. Llama 3 has 500,000.
+    base: pair number i of R/2 turns by base^(-2i / R) radians a token. Llama 3 has 500,000.
+    share: R / K, of the first channels of a head, which turn; the others tell no position. Qwen3.5
+      has 0.25; 0 is no rotary.
     factor: how much more slowly the slowest pairs turn, to read longer documents than in training
       (Llama 3.1, rope_type 'llama3'); 1 for none.
     original_context: tokens of the documents in training.
@@ -32,13 +34,15 @@ class Rotary:
   """
 
   base: PositiveFloat = 10_000.0
+  share: Fraction = 1.0
   factor: Factor = 1.0
   original_context: PositiveInt = 8192
   low_turns: NonNegativeFloat = 1.0
   high_turns: NonNegativeFloat = 4.0
 
   def __post_init__(self):
-    if self.base <= 1 or self.factor < 1 or not 0 < self.low_turns < self.high_turns:
+    is_ordered = 0 < self.low_turns < self.high_turns
+    if self.base <= 1 or self.factor < 1 or not is_ordered:
       raise ConfigurationError(
         f'Rotary has base={self.base:g}, factor={self.factor:g}, low_turns={self.low_turns:g} and '
         f'high_turns={self.high_turns:g}. Use a base above 1, a factor of 1 or more, and low_turns '
@@ -46,37 +50,44 @@ class Rotary:
       )
 
   def frequencies(self, width: int) -> np.ndarray:
-    """Radians a token, [K/2] in float64."""
-    pairs = width // 2
-    plain = self.base ** -(np.arange(pairs) / pairs)
+    """Radians a token of heads of K = `width`, [R/2] in float64."""
+    pairs = int(self.share * width) // 2
+    exponents = np.arange(pairs) / pairs
+    plain = self.base**-exponents
     turns = self.original_context * plain / (2 * np.pi)
     kept = (turns - self.low_turns) / (self.high_turns - self.low_turns)
     kept = np.clip(kept, 0, 1)  # the share of the plain frequency; the factor slows the rest
     return plain * (kept + (1 - kept) / self.factor)
 
   def angles(self, length: int, width: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, K/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
+    """cos and sin [length, R/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
     coordinates = step * np.arange(length)
     angle = coordinates[:, None] * self.frequencies(width)
     return np.cos(angle), np.sin(angle)
 
 
 def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
-  """Rotates the halves of x [B, S, ..., K] by the angles of each position [S, K/2], or [B, S, K/2].
+  """Rotates the first R channels of x [B, S, ..., K] by angles [S, R/2], or [B, S, R/2].
 
   A single row of angles, S = 1, puts all of x at one coordinate.
   """
-  # Pair i is the channels i and K/2 + i, turned as (a + ib) e^(i angle).
-  first, second = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
+  count = 2 * cos.shape[-1]
+  if count < x.shape[-1]:
+    channels, others = jnp.split(x, [count], axis=-1)
+    return jnp.concatenate([rotate(channels, cos, sin), others], axis=-1)
+  # Pair i is the channels i and R/2 + i, turned as (a + ib) e^(i angle).
+  dtype = wide(x.dtype)
+  first, second = jnp.split(x.astype(dtype), 2, axis=-1)
 
   def broadcast(angle):
     rows = angle.shape[0] if angle.ndim == 3 else 1
     size, pairs = angle.shape[-2:]
     heads = (1,) * (x.ndim - 3)
-    return jnp.asarray(angle, first.dtype).reshape(rows, size, *heads, pairs)
+    return jnp.asarray(angle, dtype).reshape(rows, size, *heads, pairs)
 
   c = broadcast(cos)
   s = broadcast(sin)
   real = first * c - second * s
   imaginary = second * c + first * s
-  return jnp.concatenate([real, imaginary], axis=-1).astype(x.dtype)
+  turned = jnp.concatenate([real, imaginary], axis=-1)
+  return turned.astype(x.dtype)
