@@ -1,5 +1,6 @@
 """Exported models: read back with the same logits, and computed by other programs."""
 
+import functools
 import json
 
 import gin
@@ -15,6 +16,12 @@ import valkyrie
 from valkyrie import main
 from valkyrie.data import vocabularies
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.attention.rotary import Rotary
+from valkyrie.models.block import Block
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.layers import SquaredReLUMLP
+from valkyrie.weights import huggingface
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -149,11 +156,23 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
   assert not (tmp_path / 'out').exists()
 
 
-def test_an_mlp_without_a_gate_is_no_llama_s(run, tmp_path):
-  start = run(mixers='(@FullAttention,)', more=f'{LLAMA}Block.mlp = @SquaredReLUMLP')
-  flags = ('--run_mode=export', '--gin.export.form="huggingface"')
-  code, said = start(*flags, f'--output={tmp_path / "out"}')
-  assert code == 78 and 'MLPs of different widths or without a gate' in said
+@pytest.mark.parametrize(
+  ('block', 'attention', 'message'),
+  [
+    ({'mlp': SquaredReLUMLP}, {}, 'MLPs of different widths or without a gate by silu'),
+    ({'mlp': None}, {}, 'no MLP, or norms after its parts'),
+    ({'norm': 'after'}, {}, 'no MLP, or norms after its parts'),
+    ({}, {'output_gate': True}, 'an output gate, or channels that do not turn'),
+    ({}, {'query_key_norm': 'whole'}, 'a norm over all heads'),
+    ({}, {'rotary': functools.partial(Rotary, share=0.5)}, 'channels that do not turn'),
+  ],
+)
+def test_parts_that_no_llama_has_are_no_llama_s(block, attention, message):
+  mixer = functools.partial(FullAttention, heads=2, head_width=8, max_context=8, **attention)
+  pattern = (functools.partial(Block, (mixer,), 24, **block),)
+  make = functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=2, pattern=pattern)
+  with pytest.raises(ConfigurationError, match=f'not a Llama, Mistral or Qwen3: .*{message}'):
+    huggingface.configuration_of(make)
 
 
 def test_a_tokenizer_goes_with_the_model(run, tmp_path):

@@ -448,18 +448,30 @@ def test_the_description_of_a_model():
   assert model.about.forward_flops == 2 * (matrices + unembedding) + reads
 
 
-@pytest.mark.parametrize('make', [GatedMLP, SquaredReLUMLP])
-def test_an_mlp_is_its_equation_and_counts_its_operations(make):
+MLPS = {
+  'silu': GatedMLP,
+  'gelu': functools.partial(GatedMLP, activation='gelu'),
+  'squared': SquaredReLUMLP,
+  'as_wide': functools.partial(SquaredReLUMLP, width_factor=1),
+}
+
+
+@pytest.mark.parametrize('form', MLPS)
+def test_an_mlp_is_its_equation_and_counts_its_operations(form):
+  make = MLPS[form]
   x = np.random.default_rng(0).normal(size=(2, 5, 16))
   layer = hk.transform(lambda x: (make(24, name='mlp')(x), make(24, name='of').forward_flops(16)))
   params = layer.init(jax.random.key(0), x)
   found, flops = layer.apply(params, None, x)
   w = {name: np.asarray(value, np.float64) for name, value in params['mlp'].items()}
   hidden = x @ w['hidden']
-  if make is GatedMLP:
+  if 'gate' in w:
     gate = x @ w['gate']
-    inner = gate / (1 + np.exp(-gate)) * hidden
+    cube = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    active = {'silu': gate / (1 + np.exp(-gate)), 'gelu': gate * (1 + np.tanh(cube)) / 2}
+    inner = active[form] * hidden
   else:
     inner = np.maximum(hidden, 0) ** 2
   np.testing.assert_allclose(found, inner @ w['out'], rtol=1e-5, atol=1e-6)
-  assert flops == 2 * sum(each.size for each in w.values()) == 2 * 3 * 16 * 24
+  matrices = 2 if form == 'as_wide' else 3
+  assert flops == 2 * sum(each.size for each in w.values()) == 2 * matrices * 16 * 24

@@ -310,6 +310,7 @@ def test_settings_that_an_export_has_otherwise_are_said(tmp_path):
     ({}, []),
     ({'Rotary.base': 9.0}, ['Rotary.base = 9.0 (here 500.0)']),
     ({'Rotary.base': 9.0, 'far/Rotary.base': 500.0}, []),
+    ({'Block.norm': 'after'}, ["Block.norm = 'after' (here 'before')"]),
   ):
     exported = {'format': 'valkyrie', 'vocabulary': 'bytes', 'model': bindings | change}
     (tmp_path / 'own/config.json').write_text(json.dumps(exported))

@@ -16,12 +16,15 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from valkyrie.config.ranges import Fraction, PositiveInt, ProperFraction, check_fields
+from valkyrie.config.ranges import Factor, Fraction, PositiveInt, ProperFraction, check_fields
+from valkyrie.errors import check_choice
 from valkyrie.models.declarations import FIRST_CARRY, Declared
 from valkyrie.models.matrices import Matrix, as_matrix, products
 from valkyrie.models.precision import wide
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, Axes, DType, leaf_path
+
+GATES = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
 
 
 def parameter(
@@ -169,26 +172,49 @@ class MLP(Module):
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class GatedMLP(MLP):
-  """(silu(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU)."""
+  """(f(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU and GEGLU).
+
+  Its `activation` f is 'silu', or 'gelu' in the tanh form, as in Gemma.
+  """
+
+  activation: str = 'silu'
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_choice('GatedMLP.activation', self.activation, GATES)
 
   def __call__(self, x: Array) -> Array:
     wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
     gate, hidden = (checkpoint_name(product, 'mlp') for product in wide)
-    inner = dropout(jax.nn.silu(gate) * hidden, self.dropout)
+    active = GATES[self.activation](gate)
+    inner = dropout(active * hidden, self.dropout)
     (out,) = project(inner, ('mlp', 'embed'), out=x.shape[-1])
     return out
 
 
 @gin.configurable
+@dataclasses.dataclass(eq=False)
 class SquaredReLUMLP(MLP):
   """relu(x w_hidden)^2 w_out (So et al. 2021, Primer, section 4.1).
 
-  Its inner width is 3/2 of `width`, so it has as many parameters as the gated MLP of that width.
+  Its inner width is `width_factor` times `width`: 3/2 gives it as many parameters as the gated MLP
+  of that width has, 1 makes it `width`.
   """
 
+  width_factor: Factor = 1.5
+
+  @property
+  def _inner(self) -> int:
+    return int(self.width_factor * self.width)
+
+  def forward_flops(self, width: int) -> int:
+    """Operations of one token [width], of 2 x width x inner width parameters."""
+    return 4 * width * self._inner
+
   def __call__(self, x: Array) -> Array:
-    (hidden,) = project(x, ('embed', 'mlp'), hidden=3 * self.width // 2)
+    (hidden,) = project(x, ('embed', 'mlp'), hidden=self._inner)
     inner = jnp.square(jax.nn.relu(checkpoint_name(hidden, 'mlp')))
     (out,) = project(dropout(inner, self.dropout), ('mlp', 'embed'), out=x.shape[-1])
     return out

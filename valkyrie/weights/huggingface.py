@@ -21,7 +21,7 @@ from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel, asked
-from valkyrie.models.layers import GatedMLP, RMSNorm
+from valkyrie.models.layers import RMSNorm
 from valkyrie.weights.config_fields import FETCH, check
 from valkyrie.weights.tensor_files import read_json
 
@@ -62,6 +62,8 @@ _WINDOWS: dict[str, dict[str, type]] = {
   'mistral': {'sliding_window': int},
   'qwen3': {},
 }
+# What all of these classes compute, and shapes do not tell.
+_PLAIN = {'Rotary.share': 1.0, 'Block.norm': 'before', 'GatedMLP.activation': 'silu'}
 # The bindings that decide which tokens a token sees, in both kinds of attention.
 SIGHT = (
   'Block.mixers',
@@ -229,7 +231,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     result[f'LongformerAttention.{name}'] = value
   result['Block.mixers'] = f'(@{attention},)'
   result['LongformerAttention.dilations'] = None
-  return result
+  return result | _PLAIN
 
 
 def _attention(bindings: Mapping[str, Any]) -> str:
@@ -254,9 +256,11 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   """The same, inside Haiku, or what differs."""
   blocks = model.inspect(lambda blocks: blocks)
   mixers = [mixer for block in blocks for mixer in block.mixers]
+  plain = [block for block in blocks if block.norm == 'before' and block.mlp is not None]
+  are_single = len(plain) == len(blocks) and all(len(block.mixers) == 1 for block in blocks)
+  if not are_single or not isinstance(mixers[0], LongformerAttention):
+    return 'a layer has another mixer than one attention, no MLP, or norms after its parts'
   first = mixers[0]
-  if not isinstance(first, LongformerAttention) or any(len(b.mixers) != 1 for b in blocks):
-    return 'a layer has another mixer than one attention'
   attentions = [mixer for mixer in mixers if isinstance(mixer, LongformerAttention)]
   facts = {
     (type(m), m.heads, m.kv_heads, m.head_width, m.window, m.query_key_norm, m.rotary())
@@ -264,12 +268,17 @@ def _configuration_of(model: LanguageModel) -> tuple[dict[str, Any], float] | st
   }
   if len(facts) > 1 or len(attentions) < len(mixers):
     return 'its layers have different attention'
-  if first.registers or first.document_start or {*(first.dilations or (1,))} != {1}:
-    return 'its attention has registers, global tokens or dilations'
-  mlps = {(isinstance(block.mlp, GatedMLP), block.mlp.width) for block in blocks}
-  if model.insert is not None or mlps != {(True, blocks[0].mlp.width)}:
-    return 'it has an insert, or MLPs of different widths or without a gate'
   rotary = first.rotary()
+  has_globals = first.registers or first.document_start or {*(first.dilations or (1,))} != {1}
+  is_whole = first.query_key_norm == 'whole'
+  if has_globals or is_whole or rotary.share != 1 or any(m.output_gate for m in attentions):
+    return (
+      'its attention has registers, global tokens, dilations, a norm over all heads, an output '
+      'gate, or channels that do not turn'
+    )
+  mlps = {(getattr(block.mlp, 'activation', None), block.mlp.width) for block in blocks}
+  if model.insert is not None or mlps != {('silu', blocks[0].mlp.width)}:
+    return 'it has an insert, or MLPs of different widths or without a gate by silu'
   full = isinstance(first, FullAttention)
   if first.query_key_norm and not full:
     return 'its attention has a window, and a norm of queries and keys'

@@ -27,7 +27,16 @@ from valkyrie.weights.tensor_files import Tensor
 FRESH = 'fresh'
 ZERO = 'zero'
 _SHOWN = 8  # tensors in a message
+_PLAIN = int | float | str  # values of bindings that are compared
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # others need scales, which are not known here
+
+
+# The fields of a part that change what it computes with the same parameters.
+_UNSEEN = {
+  'GatedDeltaNet': ('heads', 'write_gate', 'norm_epsilon'),
+  'Mamba2': ('groups',),
+  'GatedMLP': ('activation',),
+}
 
 
 @gin.configurable
@@ -292,7 +301,7 @@ def check_loss(loss: float, tokens: int, strict: bool) -> str:
 
 
 def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[str]:
-  """A warning of numbers that a run or an export binds differently, which shapes do not tell.
+  """A warning of values that a run or an export binds differently, which shapes do not tell.
 
   A binding that has others in scopes is left out: it may not apply to this part.
   """
@@ -303,9 +312,9 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
   for name, value in _settings(make):
     source_value = bindings.get(name)
     is_scoped = any(other.endswith(f'/{name}') for other in bindings)
-    are_numbers = isinstance(source_value, int | float) and isinstance(value, int | float)
-    if are_numbers and source_value != value and not is_scoped:
-      differ.append(f'{name} = {source_value} (here {value})')
+    are_known = isinstance(source_value, _PLAIN) and isinstance(value, _PLAIN)
+    if are_known and source_value != value and not is_scoped:
+      differ.append(f'{name} = {source_value!r} (here {value!r})')
   if not differ:
     return []
   return [f'warning: the source has other settings: {", ".join(first_of(differ, _SHOWN))}']
@@ -317,9 +326,13 @@ def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
   def of_blocks(blocks: Sequence[Block]) -> list[tuple[str, object]]:
     settings: list[tuple[str, object]] = [('RMSNorm.epsilon', RMSNorm().epsilon)]
     for block in blocks:
-      for mixer in block.mixers:
-        if isinstance(mixer, WindowAttention):
-          settings += _settings_of_attention(mixer)
+      settings.append(('Block.norm', block.norm))
+      for part in (*block.mixers, block.mlp):
+        owner = type(part).__name__
+        for name in _UNSEEN.get(owner, ()):
+          settings.append((f'{owner}.{name}', getattr(part, name)))
+        if isinstance(part, WindowAttention):
+          settings += _settings_of_attention(part)
     return settings
 
   def of_model(model: LanguageModel) -> list[tuple[str, object]]:
