@@ -118,7 +118,7 @@ def test_a_model_of_blocks_of_one_part_reads_chunks_as_the_whole():
 
 def test_blocks_that_cannot_be_are_refused():
   for options, message in (
-    ({'mlp': None}, 'A Block has no mixers and no MLP. Set Block.mixers or Block.mlp.'),
+    ({'mlp': None}, 'A Block has neither mixers nor an MLP. Set Block.mixers or Block.mlp.'),
     ({'mlp': GatedMLP}, 'Block.mlp_width is not set. Set it, or set Block.mlp = None.'),
     ({'mlp_width': 8, 'norm': 'none'}, "Block.norm='none' is unknown. Use one of"),
   ):
