@@ -1,0 +1,42 @@
+"""The gated short convolution against its equations in float64, and the rules of mixers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from valkyrie.models.mixer_check import check_mixer
+from valkyrie.models.recurrence.convolution import Tail
+from valkyrie.models.recurrence.short_convolution import ShortConvolution
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+
+WIDTH, INNER, TAPS = 5, 6, 3
+
+
+def test_values_are_those_of_the_equations():
+  random = np.random.default_rng(0)
+  x = random.normal(size=(2, 9, WIDTH))
+  positions, segment_ids = tiny.documents(random, 2, 9)
+  carry = Tail(random.normal(size=(2, TAPS - 1, INNER)))
+  mixer = tiny.mixer(functools.partial(ShortConvolution, INNER))
+  shapes = jax.eval_shape(mixer.init, jax.random.key(0), x, carry, positions, segment_ids)
+  params = jax.tree.map(lambda p: random.normal(size=p.shape), shapes)
+  with jax.enable_x64(True):
+    found, after = mixer.apply(params, x, carry, positions, segment_ids)
+  own = params['short_convolution']
+  filters = params['short_convolution/~/causal_convolution']['filters']
+  gated = np.concatenate([carry.inputs, (x @ own['input_gate']) * (x @ own['inner'])], axis=1)
+  expected = np.zeros_like(x)
+  for row, t in np.ndindex(2, 9):
+    taps = min(TAPS, positions[row, t] + 1)
+    convolved = sum(filters[lag] * gated[row, t + TAPS - 1 - lag] for lag in range(taps))
+    expected[row, t] = (x[row, t] @ own['output_gate'] * convolved) @ own['out']
+  np.testing.assert_allclose(found, expected, atol=1e-11)
+  np.testing.assert_allclose(after.inputs, gated[:, -2:], atol=1e-12)
+
+
+def test_it_keeps_the_rules_of_mixers():
+  check_mixer(functools.partial(ShortConvolution, INNER), WIDTH)
