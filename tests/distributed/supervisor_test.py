@@ -27,6 +27,15 @@ heartbeat.start(str(folder))
 def hang_in_a_named_function():
   time.sleep(1000)
 
+def is_held(folder):
+  descriptors = pathlib.Path('/proc', str(os.getppid()), 'fd')
+  return any(os.path.realpath(each) == str(folder) for each in descriptors.iterdir())
+
+def wait_until_held(folder):
+  until = time.monotonic() + 5
+  while not is_held(folder) and time.monotonic() < until:
+    time.sleep(0.01)
+
 for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
   name, _, number = word.partition('=')
   if name in ('compile', 'step', 'save'):
@@ -39,6 +48,11 @@ for word in sys.argv[2 + min(starts, len(sys.argv) - 3)].split():
       os.write(descriptor, line + b'\\n')
   elif name == 'saved':
     heartbeat.beat(saved=int(number))
+  elif name == 'move':
+    wait_until_held(folder)
+    folder.rename(folder.with_name('moved'))
+    folder.mkdir()
+    (folder / 'start.0').touch()
   elif name == 'hang':
     hang_in_a_named_function()
   elif name == 'stop':
@@ -75,10 +89,10 @@ def supervise(tmp_path):
   """Starts the supervisor on a run that performs the given actions, one text for each start."""
   (tmp_path / 'run.py').write_text(RUN)
 
-  def start(*starts, flags=(), between=None):
+  def start(*starts, flags=(), between=None, folder=tmp_path):
     command = [str(ROOT / 'scripts' / 'supervise'), '--pause_seconds=0.01', *flags, '--']
     command += [sys.executable, between] if between else []
-    command += [sys.executable, str(tmp_path / 'run.py'), str(tmp_path), *starts]
+    command += [sys.executable, str(tmp_path / 'run.py'), str(folder), *starts]
     return subprocess.Popen(
       command,
       env={**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHON': sys.executable},
@@ -171,6 +185,14 @@ def test_a_run_is_restarted_after_the_retryable_exit_codes(supervise, tmp_path):
   lines = [json.loads(line) for line in (tmp_path / 'supervise.jsonl').read_text().splitlines()]
   assert [line['code'] for line in lines] == [75, 134, 137, 71, 0]
   assert [line['saved'] for line in lines] == [-1, -1, 2, 2, 2]
+
+
+def test_an_ending_is_written_into_the_folder_in_which_the_run_worked(supervise, tmp_path):
+  folder = tmp_path / 'run'
+  folder.mkdir()
+  assert ended(supervise('saved=3 move 75', 'saved=4 0', folder=folder))[0] == 0
+  files = [tmp_path / name / 'supervise.jsonl' for name in ('moved', 'run')]
+  assert [[json.loads(file.read_text())['saved']] for file in files] == [[3], [4]]
 
 
 def test_restarts_that_save_no_later_step_are_limited(supervise, tmp_path):

@@ -411,7 +411,7 @@ assert '<img' in pictures.figure('loss', 'step', '', [pictures.Curve('mine', [(1
 
 
 def test_a_full_disk_is_a_storage_error(tmp_path):
-  lines = JsonLines(tmp_path / 'metrics.jsonl')
+  lines = JsonLines(tmp_path / 'metrics.jsonl', patience=0.0)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
   try:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import startup_bench
 import tiny_run
 
 from valkyrie.data import store_writer, vocabularies
@@ -151,6 +152,16 @@ def test_padding_is_no_parameter_anywhere(run):
   parts = re.search(r' parameters \((.*?)\) in float32', log)[1]
   assert sum(int(n.replace(',', '')) for n in re.findall(r' ([\d,]*\d)', parts)) == count - padding
   assert recorded_run.read_run(model_dir).about == said
+
+
+def test_a_run_says_what_the_bench_of_starts_waits_for(run):
+  model_dir, _ = run
+  said = iter((model_dir / 'log.txt').read_text().splitlines())
+  marks = [re.sub(r'\d+', r'\\d+', mark) for mark in startup_bench.PARTS.values()]
+  times = r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d '
+  for mark in marks:
+    assert any(re.match(times + mark, line) for line in said), f'{mark} does not follow'
+  assert startup_bench.TRACED.search((model_dir / 'log.txt').read_text())
 
 
 def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -27,6 +28,26 @@ def test_calls_come_in_order_and_what_the_system_refuses_is_tried_again(monkeypa
   assert done == [0, 1, 2, 3]
   assert said[0].startswith('mine: write failed, and is tried again for up to ')
   assert said[1:] == ['mine: write has succeeded']
+
+
+def test_the_calls_that_are_left_at_the_end_share_its_seconds(monkeypatch):
+  seconds = [0.0]
+
+  def sleep(pause):
+    seconds[0] += pause
+
+  def refuse():
+    raise OSError(28, 'No space left on device')
+
+  clock = types.SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep)
+  monkeypatch.setattr(room, 'time', clock)
+  watcher = Watcher('mine', lambda text: None)
+  watcher.call('wait for the end', watcher._closing.wait, 60)
+  for _ in range(9):
+    watcher.call('write', lambda: None)
+    watcher.call('flush', refuse)
+  watcher.close()
+  assert room.AT_THE_END <= seconds[0] < 2 * room.AT_THE_END
 
 
 def test_a_call_that_fails_is_said_once_and_the_others_follow():

@@ -4,8 +4,8 @@
 
 A run reports its stage through a pipe (`distributed/heartbeat.py`). When a run is silent for longer
 than the limit of its stage, the supervisor prints its Python stacks, kills all its processes, and
-appends the reason to MODEL_DIR/supervise.jsonl. A command that never sends a heartbeat is not
-killed: a program between the two probably closes the pipe.
+appends the reason to supervise.jsonl in the folder of the run, also if that was renamed. A command
+that never sends a heartbeat is not killed: a program between the two probably closes the pipe.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from valkyrie.distributed import console
 from valkyrie.distributed.heartbeat import STACKS, VARIABLE, address
 from valkyrie.errors import ValkyrieError, reason_of
 from valkyrie.storage import appended, bucket
+from valkyrie.storage.held_folder import HeldFolder
 
 HANG = 86  # the exit code of a run that was killed because it was silent
 # A failed device, preempted, hung, aborted by a library, killed (by the kernel or its machine).
@@ -80,6 +81,7 @@ class Supervisor:
   restarts: int  # the largest number of consecutive restarts that save no later step
   pause: float  # seconds before the first restart; doubled after each restart without progress
   _child: subprocess.Popen | None = dataclasses.field(default=None, init=False)
+  _folder: HeldFolder | None = dataclasses.field(default=None, init=False)  # of the run
   _stopping: bool = dataclasses.field(default=False, init=False)
 
   def run(self) -> int:
@@ -108,6 +110,7 @@ class Supervisor:
 
   def _run_once(self, status: RunStatus) -> tuple[int, str]:
     """Runs the command once; returns its exit code and why it ended."""
+    self._let_go()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -162,6 +165,7 @@ class Supervisor:
         *lines, rest = (rest + data).split(b'\n')
         rest = rest[-65536:]  # a heartbeat is shorter
         heard |= any([status.update(line) for line in lines])
+        self._hold(status.model_dir)
         last = time.monotonic()
         silent = 0.0
         continue
@@ -185,6 +189,19 @@ class Supervisor:
           stage += f' {status.step}'
         flag = f'--{status.stage}_seconds={limit:g}'
         return f'no heartbeat for {silent:.0f} s in {stage}: the limit is {flag}'
+
+  def _hold(self, model_dir: str | None) -> None:
+    """Holds the folder of the run, which its path may name no longer when the run ends."""
+    if self._folder is not None or model_dir is None or bucket.is_bucket(model_dir):
+      return
+    with contextlib.suppress(OSError):  # it is not there yet: the next heartbeat tries again
+      self._folder = HeldFolder(model_dir)
+
+  def _let_go(self) -> None:
+    """Lets the folder go: the next run may work in another one, by the same path."""
+    if self._folder is not None:
+      self._folder.release()
+    self._folder = None
 
   def _read(self, pipe: io.FileIO, seconds: float) -> bytes | None:
     """What the pipe brings in so many seconds; empty or None without anything."""

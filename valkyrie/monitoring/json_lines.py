@@ -1,6 +1,6 @@
 """An append-only file of JSON lines."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import functools
 import json
@@ -8,13 +8,20 @@ import math
 import os
 import pathlib
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from valkyrie import foreign
-from valkyrie.errors import storage_errors
+from valkyrie.errors import end_after, storage_errors
+from valkyrie.monitoring.patience import (
+  AT_THE_END,
+  PATIENCE,
+  may_pass_when_opened,
+  patiently,
+  tell,
+)
 from valkyrie.storage import appended, held_folder, owned
 
-_PATIENCE = 1.0  # seconds for which a lock of another program is waited for, once
+_LONGEST_LOCK = 1.0  # seconds for which a lock of another program is waited for, once
 _MOMENT = 0.05  # seconds in which a process completes a line
 _BLOCK = 4096
 
@@ -49,7 +56,7 @@ def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
   return dict(sorted({line['step']: line for line in read(path, step=int)}.items()))
 
 
-class JsonLines:
+class JsonLines(contextlib.AbstractContextManager['JsonLines']):
   """A file with one JSON object per line, to which a resumed run and other processes append.
 
   After a crash, a resumed run repeats the steps since the last checkpoint, and both lines of such a
@@ -57,20 +64,32 @@ class JsonLines:
   at once, and the line is kept and written with a later one. An incomplete last line, which a crash
   can leave, is cut off before a line is appended. A lock of the file orders all this.
   JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity".
+  A context manager that closes.
   """
 
-  def __init__(self, path: pathlib.Path):
-    """Opens the file. Like `sync` and `close`, raises StorageError if it cannot be written."""
+  def __init__(
+    self, path: pathlib.Path, patience: float = PATIENCE, say: Callable[[str], None] = tell
+  ):
+    """Opens the file.
+
+    Like `sync` and `close`, it tries again for `patience` seconds what the file system refuses,
+    says so by `say`, and raises StorageError then.
+    """
     message = f'{path} cannot be written'
     advice = 'Make room there, or name another --model_dir, and run the same command again.'
     self._storage_errors = functools.partial(storage_errors, message, advice)
     self._path = pathlib.Path(os.path.abspath(path))
-    self._patience = _PATIENCE  # for a lock of another program
+    self._patience = patience
+    self._say = say
+    self._longest_lock = _LONGEST_LOCK
     self._left = b''  # to be written, whole lines
+    self._file = patiently(self._opened, patience, say, passes=may_pass_when_opened)
+    self.sync()
+
+  def _opened(self) -> BinaryIO:
     with self._storage_errors():
-      held_folder.place(path.parent).mkdir(parents=True, exist_ok=True)
-      self._file = appended.opened(path)
-      self._append_left()
+      held_folder.place(self._path.parent).mkdir(parents=True, exist_ok=True)
+      return appended.opened(self._path)
 
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:
     """Appends a line, in one system call.
@@ -89,9 +108,9 @@ class JsonLines:
   def _append_left(self) -> None:
     """Appends what is left to be written, unless the file is full; it then ends with a line."""
     held_folder.check(self._path)
-    with appended.locked(self._file, self._patience) as is_locked:
+    with appended.locked(self._file, self._longest_lock) as is_locked:
       # Another program that holds a lock for long is waited for only once.
-      self._patience = _PATIENCE if is_locked else 0.0
+      self._longest_lock = _LONGEST_LOCK if is_locked else 0.0
       begin = self._cut_half_line(is_locked)
       written = 0
       try:
@@ -131,13 +150,25 @@ class JsonLines:
 
   def sync(self) -> None:
     """Waits until all lines are on disk."""
+    patiently(self._sync, self._patience, self._say)
+
+  def _sync(self) -> None:
     with self._storage_errors():
       self._append_left()
       os.fsync(self._file.fileno())
 
+  def hasten(self) -> None:
+    """Makes `sync` and `close` try for less long, at the end of a run that has failed."""
+    self._patience = min(self._patience, AT_THE_END)
+
   def close(self) -> None:
+    """Waits until all lines are on disk, and closes the file."""
     try:
-      with self._storage_errors():
-        self._append_left()
+      self.sync()
     finally:
       self._file.close()
+
+  def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    if error is not None:
+      self.hasten()
+    end_after(self.close, error)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from valkyrie.distributed import processes
+from valkyrie.monitoring.patience import AT_THE_END, PATIENCE, may_pass
 
-PATIENCE = 3600.0  # seconds for which a refused call is tried again, as `Checkpoints.patience`
-AT_THE_END = 30.0  # of these seconds, at most, once the run has ended
 _LONGEST_CALL = 60.0  # seconds after which the end of a run waits no longer for a call to return
 _LONGEST_END = 600.0  # seconds that the end of a run waits for a watcher
 _FIRST_PAUSE = 0.5
@@ -63,6 +62,7 @@ class Watcher:
     self._attempt_began = math.inf  # when it was called; infinite between two attempts
     self._lost = 0
     self._refused_since: float | None = None
+    self._closed_at = math.inf
     self._closing = threading.Event()
     self._changed = threading.Condition()
     self._said: set[str] = set()
@@ -113,6 +113,7 @@ class Watcher:
 
   def close(self) -> None:
     """Waits for the calls, and tries for less long what is refused."""
+    self._closed_at = time.monotonic()
     self._closing.set()
     self.wait()
     with self._changed:
@@ -176,10 +177,12 @@ class Watcher:
     now = time.monotonic()
     if self._refused_since is None:
       self._refused_since = now
+    since = self._refused_since
     patience = self._patience
-    if self._closing.is_set():
+    if self._closing.is_set():  # the calls that are left share these seconds
+      since = min(since, self._closed_at)
       patience = min(patience, AT_THE_END)
-    is_over = now - self._refused_since >= patience
+    is_over = now - since >= patience
     if not is_over and 'refused' not in self._said:
       self._said.add('refused')
       self._say(
@@ -198,13 +201,6 @@ class Watcher:
       )
     elif is_new:
       self._say(f'warning: {self.name}: {what} failed, and is left out: {_reason(error)}')
-
-
-def may_pass(error: BaseException | None) -> bool:
-  """Whether the system has refused, also as the cause of an error, which it may stop to do."""
-  while error is not None and not isinstance(error, OSError):
-    error = error.__cause__
-  return error is not None
 
 
 def _reason(error: BaseException) -> str:

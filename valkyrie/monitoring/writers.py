@@ -13,8 +13,6 @@ import functools
 import importlib.util
 import os
 import pathlib
-import sys
-import time
 from typing import Any
 
 import gin
@@ -23,18 +21,17 @@ import numpy as np
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import Seconds
-from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, StorageError, end_after
+from valkyrie.errors import ConfigurationError, end_after
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metric_writer import MetricWriter
-from valkyrie.monitoring.watcher import AT_THE_END, PATIENCE, Watcher, may_pass
+from valkyrie.monitoring.patience import PATIENCE, tell
+from valkyrie.monitoring.watcher import Watcher
 from valkyrie.storage import foreign_names
 
 Show = Callable[[int, Mapping[str, Any]], None]
 _WITHOUT = 'Install the packages of setup.py, or set create_writers.tensorboard = False.'
 _PACKAGES = ('clu', 'tensorboard', 'tensorflow')
 _LONGEST_IMPORT = 300.0  # seconds that the end of a run waits for the import
-_PAUSE = 1.0  # seconds between two attempts to write metrics.jsonl at the end
 _GROUPS = {
   'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu', 'goodput'),
   'memory': ('host_memory', 'device_memory'),
@@ -50,7 +47,7 @@ def create_writers(
   tensorboard: bool = True,
   clu_writers: Sequence[Callable[[str], Any]] = (),
   begin: int | None = None,
-  say: Callable[[str], None] | None = None,
+  say: Callable[[str], None] = tell,
   patience: Seconds = PATIENCE,
 ) -> 'RunWriter':
   """Returns a writer that can be used immediately, and starts to import CLU's writers.
@@ -85,19 +82,15 @@ def create_writers(
   folder_of_lines = folder
   if name == 'train':
     folder_of_lines = pathlib.Path(model_dir)
-  lines = JsonLines(folder_of_lines / 'metrics.jsonl')
+  lines = JsonLines(folder_of_lines / 'metrics.jsonl', patience, say)
   outputs = [(_name_of(make), functools.partial(make, str(folder))) for make in clu_writers]
   if tensorboard:
     outputs.insert(0, ('TensorBoard', functools.partial(_tensorboard, folder, begin)))
-  return RunWriter(folder, lines, also, outputs, say or _say, patience)
+  return RunWriter(folder, lines, also, outputs, say, patience)
 
 
 def _name_of(make: Callable) -> str:
   return getattr(make, '__name__', type(make).__name__)
-
-
-def _say(text: str) -> None:
-  print(f'valkyrie: {text}', file=sys.stderr, flush=True)
 
 
 class _Lines(MetricWriter):
@@ -164,7 +157,7 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
   lines: JsonLines | None
   also: Sequence[Show]
   writers: Sequence[tuple[str, Callable[[], Any]]]
-  say: Callable[[str], None] = _say
+  say: Callable[[str], None] = tell
   patience: float = PATIENCE
 
   def __post_init__(self):
@@ -233,7 +226,7 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
     """Waits until everything is on disk."""
     if self.lines is None:
       return
-    self._sync(self.lines)
+    self.lines.sync()
     self._pictures.wait()
     self.call('flush')
     self._clu.wait()
@@ -248,39 +241,18 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
     if self.lines is None:
       return
     try:
-      self._sync(self.lines)
-    finally:
       self.lines.close()
+    finally:
       self._pictures.close()
       self.call('close')
       self._clu.close()
       for watched in self._watched:
         watched.watcher.close()
 
-  def _sync(self, lines: JsonLines) -> None:
-    """Waits until all lines are on disk, for as long as the patience."""
-    until = time.monotonic() + self.patience
-    is_said = False
-    while True:
-      try:
-        lines.sync()
-      except StorageError as error:
-        if not may_pass(error):  # the run was lost to another trainer
-          raise
-        if time.monotonic() >= until:
-          heartbeat.beat(transient=True)
-          raise
-        if not is_said:
-          self.say(f'tried again for up to {self.patience:g} s: {error}')
-        is_said = True
-        heartbeat.beat()
-        time.sleep(_PAUSE)
-      else:
-        return
-
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if error is not None:
-      self.patience = min(self.patience, AT_THE_END)
+      if self.lines is not None:
+        self.lines.hasten()
       if not self._has_calls:  # nothing waits for the import
         self._clu.leave()
     end_after(self.close, error)

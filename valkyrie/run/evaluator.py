@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.model import Model
 from valkyrie.monitoring.metrics import Metrics, position_metrics, text_metrics
+from valkyrie.monitoring.patience import PATIENCE, may_pass_when_opened, patiently, tell
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.data_parallel import gather_params, shard_map_step
@@ -181,10 +183,19 @@ class Evaluator:
         first = next(itertools.compress(itertools.count(), targets), 0)
         self._quick = max(self._quick, first + 1)
 
-  def record_data(self, model_dir: str, stream: str, *, may_differ: bool) -> None:
+  def record_data(
+    self,
+    model_dir: str,
+    stream: str,
+    *,
+    may_differ: bool,
+    patience: float = PATIENCE,
+    say: Callable[[str], None] = tell,
+  ) -> None:
     """Writes the fingerprint of each source's store to model_dir/STREAM/data.json.
 
-    Raises a ConfigurationError if the stream has evaluations of other data, unless it `may_differ`.
+    Raises a ConfigurationError if the stream has evaluations of other data, unless it `may_differ`,
+    and a StorageError if the file system refuses the file for longer than the patience.
     """
     path = pathlib.Path(model_dir, stream, 'data.json')
     fingerprints = {name: feed.fingerprint for name, feed in self.sources.items()}
@@ -198,7 +209,8 @@ class Evaluator:
         'numbers then go to eval_mine and loss_by_position_mine.png.'
       )
     if jax.process_index() == 0:
-      whole_file.write(path, json.dumps(fingerprints) + '\n')
+      write = functools.partial(whole_file.write, path, json.dumps(fingerprints) + '\n')
+      patiently(write, patience, say, passes=may_pass_when_opened)
 
   def spans(self, feed: TaskFeed, whole: bool) -> list[tuple[int, int]]:
     """(position, length) of the chunks of a source, or of its quick part."""

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from valkyrie.errors import ConfigurationError, Diverged, Preempted, StorageErro
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.monitoring.metrics import Metrics, text_metrics
+from valkyrie.monitoring.patience import PATIENCE
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.monitoring.waiting import doing
@@ -40,11 +42,14 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
   model_dir: str | os.PathLike
   budget: RefusedSteps
   say: Callable[[str], None]
+  patience: float = PATIENCE
 
   def __post_init__(self):
     self._skipped = self.budget.skipped
-    writes = jax.process_index() == 0
-    self._lines = JsonLines(pathlib.Path(self.model_dir, 'refused_steps.jsonl')) if writes else None
+    self._lines = None
+    if jax.process_index() == 0:
+      path = pathlib.Path(self.model_dir, 'refused_steps.jsonl')
+      self._lines = JsonLines(path, self.patience, self.say)
 
   def __call__(self, step: int, metrics: StepMetrics) -> None:
     """Waits for a step, and reads its metrics; raises Diverged if the budget is spent."""
@@ -64,9 +69,9 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
       self._lines.write({'step': step, 'rewound_to': goal})
     self.say(f'step {step} is a loss spike: continuing with the parameters of step {goal}')
 
-  def __exit__(self, *error: object) -> None:
+  def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if self._lines is not None:
-      self._lines.close()
+      self._lines.__exit__(kind, error, traceback)
 
 
 @dataclasses.dataclass

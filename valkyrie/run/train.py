@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import contextlib
+import functools
 import pathlib
 import time
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
 from valkyrie.monitoring import memory, report
+from valkyrie.monitoring.patience import may_pass_when_opened, patiently
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import Hook, TrainingLog
@@ -137,12 +139,17 @@ def train(
     trainer = Trainer(run, directory, origin, stop, progress.say)
     budget = refused_steps(int(run.state.skipped), lambda step: run.reading.describe(step - 1))
     directory.make_room()
-    evaluate.record_data(model_dir, 'eval', may_differ=True)
+    evaluate.record_data(
+      model_dir, 'eval', may_differ=True, patience=checkpoints.patience, say=progress.say
+    )
     progress.say(*memory.lines(' with the state'), run.reading.plan(train_steps))
     with doing('evaluating the first weights', progress.say):
       trainer.check_weights(evaluate)
     if jax.process_index() == 0:
-      _write_description(pathlib.Path(model_dir), setup, tokens.vocabulary)
+      describe = functools.partial(
+        _write_description, pathlib.Path(model_dir), setup, tokens.vocabulary
+      )
+      patiently(describe, checkpoints.patience, progress.say, passes=may_pass_when_opened)
     if done := run.done():
       progress.say(f'nothing to do: {done}')
       return
@@ -164,7 +171,7 @@ def train(
 
     # Observers.
     _write_settings(writer, run.step)
-    refusals = stack.enter_context(Refusals(model_dir, budget, progress.say))
+    refusals = stack.enter_context(Refusals(model_dir, budget, progress.say, checkpoints.patience))
     log = TrainingLog(
       writer, setup, run.reading, every=log_every, total_steps=train_steps, check=refusals,
       began=began, say=progress.say,

@@ -5,7 +5,6 @@ heat map there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
 import pathlib
 from typing import Any, NamedTuple
 import zlib
@@ -91,7 +90,7 @@ def long_context(
   checksum = zlib.crc32('\n'.join(sentences).encode())
   settings = {'step': steps, 'samples': samples, 'seed': seed, 'text': checksum}
   left_out: set[tuple[str, int]] = set()
-  with contextlib.closing(JsonLines(folder / 'results.jsonl')) as results:
+  with JsonLines(folder / 'results.jsonl') as results:
     scores = _recorded_scores(folder / 'results.jsonl', settings)
     for name in names:
       for cell in _cells(name, lengths, depths, cuts):
