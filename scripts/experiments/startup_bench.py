@@ -28,7 +28,7 @@ PARTS = {
   'tracing and compilation': 'traced in ',
   'first step': 'step 1/1 ',
 }
-_TRACED = re.compile(r'traced in ([\d.]+) s, compiled in ([\d.]+) s')
+TRACED = re.compile(r'traced in ([\d.]+) s, compiled in ([\d.]+) s')
 
 
 def start(gin_file: str, programs: pathlib.Path) -> dict[str, float]:
@@ -51,7 +51,7 @@ def start(gin_file: str, programs: pathlib.Path) -> dict[str, float]:
       said.append(line)
       if parts and line.startswith(PARTS[parts[0]]):
         now = time.perf_counter()
-        if times := _TRACED.match(line):
+        if times := TRACED.match(line):
           found |= dict(zip(('tracing', 'compilation'), map(float, times.groups()), strict=True))
           parts.pop(0)
         else:

@@ -3,8 +3,8 @@
 The runs train a tiny model by the command line, without TensorFlow, on one core, and share its
 compiled programs. `--short` injects one fault for each kind of promise, as the test suite does.
 
-With `--json=FILE` the same command goes on after a stop. When FILE has all rows of a commit, the
-table is written into results.md. With `--workers=2` rows that need one core run in pairs.
+With `--json=FILE` the same command goes on after a stop, and at its end the results of a commit are
+written into results.md. With `--workers=2` rows that need one core run in pairs.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 from faults.harness import CORES
-from faults.results import PAGE, Results, clean_commit
+from faults.results import PAGE, Results, clean_commit, rows_of
 from faults.rows import Row, prepare, register, results, say
 from faults.table import Fault, markdown
 
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if not chosen:
     say(f'no row has a name with {" or ".join(map(repr, flags.only))}')
     return 2
+  if flags.missing:
+    known = {(row['fault'], row['promise']) for row in rows_of(PAGE.read_text())}
+    chosen = [row for row in chosen if (row.fault.name, row.fault.promise) not in known]
   left = [row for row in chosen if row.fault.name not in found.rows]
   say(f'{len(left)} of {len(chosen)} rows are left')
   with tempfile.TemporaryDirectory(prefix='faults-') as folder:
@@ -74,6 +77,9 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   )
   parser.add_argument(
     '--only', action='append', metavar='TEXT', help='only rows whose name contains TEXT; repeatable'
+  )
+  parser.add_argument(
+    '--missing', action='store_true', help='only rows of which results.md has no result'
   )
   parser.add_argument(
     '--workers',

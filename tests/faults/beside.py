@@ -134,14 +134,17 @@ def lower_keep(harness: Harness, times: int) -> Iterator[Trial]:
     harness.forget(name)
 
 
-# The process cannot open a file to write whose name has this, below a folder whose path has this. A
-# run reaches its folder by a descriptor.
+# So often the process cannot open a file to write whose name has this, in a folder whose path has
+# this. A run reaches its folder by a descriptor.
 _FULL = """
 import errno, os, sys
+left = {times!r}
 def full(event, arguments):
+  global left
   if event == 'open' and isinstance(arguments[0], str) and {file!r} in arguments[0]:
     folder = os.path.realpath(os.path.dirname(arguments[0]))
-    if {place!r} in folder + '/' and arguments[2] & os.O_CREAT:
+    if {place!r} in folder + '/' and arguments[2] & os.O_CREAT and left > 0:
+      left -= 1
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
 sys.addaudithook(full)
 """
@@ -153,28 +156,50 @@ def full(event, arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
 sys.addaudithook(full)
 """
-MADE = (
+MADE_PATIENTLY = (
   'model_info.txt', 'config.gin', 'config.json', 'operative_config.gin', 'data.json',
-  'metrics.jsonl', 'refused_steps.jsonl', 'trainer.lock', 'record.json', 'manifest.sha256',
+  'metrics.jsonl', 'refused_steps.jsonl',
 )  # fmt: skip
+MADE = (*MADE_PATIENTLY, 'trainer.lock', 'record.json', 'manifest.sha256')
+
+
+def _full(name: str, file: str, refusals: int = 10**9) -> str:
+  """Code that refuses a file of a run, so often."""
+  return _FULL.format(file=file, place=f'/{name}/', times=refusals)
 
 
 @fault(
   'a disk that is full just when one of the files of a run is made',
-  'ends with 74, and continues bit for bit when there is room',
+  'ends with 74 when its patience is over, and continues bit for bit when there is room',
   full=len(MADE),
 )
 def one_file(harness: Harness, times: int) -> Iterator[Trial]:
   for file in MADE[:times]:
     name = harness.new()
-    world = harness.customized(name, _FULL.format(file=file, place=f'/{name}/'))
-    flags = ('--gin.Checkpoints.patience=0', '--gin.create_writers.tensorboard=True')
-    flags += ('--gin.eval_every=12',)
+    world = harness.customized(name, _full(name, file))
+    flags = ('--gin.Checkpoints.patience=0', '--gin.create_writers.patience=0')
+    flags += ('--gin.create_writers.tensorboard=True', '--gin.eval_every=12')
     code = ended(harness.start(name, *flags, environment=world))
     failure = _refused(harness, name, code, (STORAGE,))
     (harness.folder / name / 'sitecustomize.py').unlink()
     harness.run(name, *flags)
     yield Trial(file, failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'a disk that is full for seconds just when one of the files of a run is made',
+  'is reported, and the run goes on when there is room, bit for bit',
+  full=len(MADE_PATIENTLY),
+)
+def one_file_for_seconds(harness: Harness, times: int) -> Iterator[Trial]:
+  for file in MADE_PATIENTLY[:times]:
+    name = harness.new()
+    world = harness.customized(name, _full(name, file, refusals=2))
+    failure = harness.outcome(name, harness.start(name, environment=world))
+    if failure is None and harness.said(name).count('tried again for up to') != 1:
+      failure = 'it was not reported'
+    yield Trial(file, failure)
     harness.forget(name)
 
 
@@ -188,7 +213,7 @@ def one_watcher(harness: Harness, times: int) -> Iterator[Trial]:
     name = harness.new()
     code = _NO_FOLDER.format(folder=file)
     if file == 'loss_by_position':
-      code = _FULL.format(file=file, place=f'/{name}/')
+      code = _full(name, file)
     world = harness.customized(name, code)
     flags = ('--gin.create_writers.tensorboard=True', '--gin.eval_every=12')
     failure = harness.outcome(name, harness.start(name, *flags, environment=world))

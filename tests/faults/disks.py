@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 
 from faults import spoiled_arrays
@@ -28,9 +29,10 @@ def _killed(harness: Harness, at: int = 14) -> Iterator[tuple[str, pathlib.Path,
 
 
 def _fill(ballast: pathlib.Path, left: int) -> None:
-  """Fills a disk but for `left` bytes."""
+  """Fills a disk but for `left` bytes, and those that a run writes meanwhile."""
   room = os.statvfs(ballast.parent)
-  ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left))
+  with contextlib.suppress(OSError):
+    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left))
 
 
 @fault(
@@ -347,6 +349,32 @@ def full_for_seconds(harness: Harness, times: int) -> Iterator[Trial]:
       if failure is None and (shown := _shown(disk / 'run/train')) != [*range(1, STEPS + 1)]:
         failure = f'TensorBoard shows the steps {shown}'
     yield Trial(f'after step {at}', failure or harness.difference(name))
+    harness.forget(name)
+
+
+@fault(
+  'a disk that is full for seconds when a run is evaluated',
+  'the evaluation says that it waits, and goes on when there is room',
+  full=1,
+)
+def full_under_an_evaluation(harness: Harness, times: int) -> Iterator[Trial]:
+  for _ in range(times):
+    name = harness.new()
+    with mounted(harness.folder / f'{name}.disk') as disk:
+      run, ballast = disk / 'run', disk / 'ballast'
+      shutil.copytree(harness.folder / 'reference', run)
+      shutil.rmtree(run / 'eval')
+      _fill(ballast, 0)
+      process = harness.start(name, f'--model_dir={run}', '--run_mode=eval')
+      waits = wait_for(lambda name=name: 'tried again for up to' in harness.said(name), process)
+      ballast.unlink()
+      failure = harness.ending(name, process)
+      if failure is None and not waits:
+        failure = 'nothing was refused'
+      if failure is None:
+        (line,) = map(json.loads, (run / 'eval/metrics.jsonl').read_text().splitlines())
+        failure = None if line['step'] == STEPS else f'step {line["step"]} is evaluated'
+    yield Trial('a new stream', failure)
     harness.forget(name)
 
 

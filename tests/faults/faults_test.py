@@ -92,20 +92,28 @@ def test_a_table_that_was_stopped_goes_on_with_the_results_of_its_commit(results
     assert not results(**other).rows
 
 
-def test_the_page_has_the_table_of_a_commit_that_has_all_rows(results):
+def test_the_page_has_the_newest_result_of_each_row(results):
+  from faults.results import rows_of  # noqa: PLC0415
   from faults.table import Fault  # noqa: PLC0415
 
-  faults = [Fault(name, 'kept', iter, 3, 0, '') for name in ('one', 'two')]
-  page = 'Before\n<!-- faults of one commit: scripts/faults -->\nold\n<!-- end of faults -->\nAfter'
+  faults = [Fault(name, 'kept', iter, 3, 0, '') for name in ('one', 'two', 'three')]
+  page = 'Before\n<!-- faults: scripts/faults -->\nold\n<!-- end of faults -->\nAfter'
   found = results()
   found.add(row_of('two'))
-  assert found.documented(faults, page) is None
-  found.add(row_of('one'))
+  found.add(row_of('three', unavailable='needs root'))
   written = found.documented(faults, page)
   assert written.startswith('Before\n') and written.endswith('-->\nAfter') and 'old' not in written
-  assert 'Commit a1, 6 faults in 1 minutes' in written
-  assert written.index('| one | 3 |') < written.index('| two | 3 |')
+  assert '1 of 3 rows, 3 faults' in written
+  found = results('b2')
+  found.add(row_of('one'))
+  written = found.documented(faults, written)
+  assert [(row['fault'], row['commit']) for row in rows_of(written)] == [
+    ('one', 'b2'),
+    ('two', 'a1'),
+  ]
   assert found.documented(faults, written) == written
+  faults[1] = Fault('two', 'another promise', iter, 3, 0, '')
+  assert [row['fault'] for row in rows_of(found.documented(faults, written))] == ['one']
   for other in (results(short=True), results(commit=None)):
     other.rows = found.rows
     assert other.documented(faults, page) is None

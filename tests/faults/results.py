@@ -1,4 +1,4 @@
-"""Results of rows in a file of JSON lines, and the table of a commit in results.md."""
+"""Results of rows in a file of JSON lines, and the table of the newest results in results.md."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,7 +15,8 @@ from valkyrie.monitoring.json_lines import JsonLines
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / 'tests' / 'faults' / 'results.md'
-BEGIN, END = '<!-- faults of one commit: scripts/faults -->', '<!-- end of faults -->'
+BEGIN, END = '<!-- faults: scripts/faults -->', '<!-- end of faults -->'
+COLUMNS = ('fault', 'injected', 'promise', 'kept', 'worst', 'commit')
 
 
 def clean_commit() -> str | None:
@@ -50,7 +51,8 @@ class Results:
   def __post_init__(self):
     self._of = {'commit': self.commit, 'short': self.short, 'seed': self.seed}
     if self.file:
-      JsonLines(self.file).close()  # removes the rest of a line, and finds a full disk now
+      # Removes the rest of a line, and finds a full disk now.
+      JsonLines(self.file, patience=0.0).close()
       if self.commit:
         lines = map(json.loads, self.file.read_text().splitlines())
         found = (row for row in lines if {**row, **self._of} == row)
@@ -69,15 +71,35 @@ class Results:
     return [self.rows[row.name] for row in faults if row.name in self.rows]
 
   def documented(self, faults: Sequence[Fault], page: str) -> str | None:
-    """The page with the table of these results; None if they are not those of the whole table."""
-    rows = self.of(faults)
-    whole = len(rows) == len(faults) and not any('unavailable' in row for row in rows)
-    if self.short or not self.commit or not whole:
+    """The page with these results in its table; None if they are not those of a clean commit.
+
+    A row of the page stays as it is until it runs again, or its fault or promise is another one.
+    """
+    if self.short or not self.commit or not self.file:
       return None
     before, _, rest = page.partition(BEGIN)
-    minutes = sum(row['seconds'] for row in rows) / 60
+    _, _, after = rest.partition(END)
+    known = {(row['fault'], row['promise']): row for row in rows_of(page)}
+    known |= {
+      (row['fault'], row['promise']): {**row, 'commit': self.commit}
+      for row in self.of(faults)
+      if 'unavailable' not in row
+    }
+    rows = [
+      known[fault.name, fault.promise] for fault in faults if (fault.name, fault.promise) in known
+    ]
+    injected = sum(int(row['injected']) for row in rows)
+    versions = f'Python {platform.python_version()}, jax {jax.__version__}'
     about = (
-      f'Commit {self.commit}, {sum(row["injected"] for row in rows):,} faults in {minutes:.0f} '
-      f'minutes (Python {platform.python_version()}, jax {jax.__version__}):'
+      f'{len(rows)} of {len(faults)} rows, {injected:,} faults, each row at its commit (the newest '
+      f'with {versions}):'
     )
-    return f'{before}{BEGIN}\n{about}\n\n{markdown(rows)}\n{END}{rest.partition(END)[2]}'
+    return f'{before}{BEGIN}\n{about}\n\n{markdown(rows, COLUMNS)}\n{END}{after}'
+
+
+def rows_of(page: str) -> list[dict[str, str]]:
+  """The rows of the table of a page."""
+  table = page.partition(BEGIN)[2].partition(END)[0]
+  lines = [line for line in table.splitlines() if line.startswith('| ')]
+  cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines[2:]]
+  return [dict(zip(COLUMNS, values, strict=True)) for values in cells]

@@ -17,8 +17,8 @@ from faults.table import FAULTS, Fault, Trial, Unavailable, summary
 # Each module registers its rows of the table.
 MODULES = (
   'kills', 'signals', 'starts', 'supervision', 'supervisors', 'damage', 'hostile', 'disks',
-  'file_systems', 'ownership', 'numbers', 'lengths', 'data', 'fuzz_data', 'replaced', 'world',
-  'mistakes', 'trust', 'beside', 'pairs', 'buckets', 'fuzz_runs',
+  'file_systems', 'machine', 'ownership', 'numbers', 'lengths', 'data', 'fuzz_data', 'replaced',
+  'world', 'mistakes', 'trust', 'beside', 'pairs', 'buckets', 'fuzz_runs',
 )  # fmt: skip
 
 

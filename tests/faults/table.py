@@ -64,9 +64,11 @@ def summary(row: Fault, trials: list[Trial], seconds: float) -> dict[str, Any]:
   }
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def markdown(
+  rows: Sequence[dict[str, Any]],
+  names: Sequence[str] = ('fault', 'injected', 'promise', 'kept', 'worst'),
+) -> str:
   """The table in Markdown."""
-  names = ('fault', 'injected', 'promise', 'kept', 'worst')
   lines = ['| ' + ' | '.join(names) + ' |', '| --- ' * len(names) + '|']
   for row in rows:
     values = {**row, 'kept': row.get('unavailable') or row['kept']}
