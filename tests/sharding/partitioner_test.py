@@ -15,6 +15,9 @@ import tiny
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.certificates import collectives, hlo
+from valkyrie.models.attention.rotary import Rotary
+from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
+from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import make_mesh
 from valkyrie.sharding.partitioner import Partitioner, constrain
@@ -71,6 +74,24 @@ def test_layers_that_gather_their_weights_change_nothing(name, layout, options):
   bindings = [f'--gin.Partitioner.{name}={value}' for name, value in layout.items()]
   found, _ = gradients(name, 'float64', *bindings, **options)
   assert_equal(found, gradients('single', 'float64', **options)[0])
+
+
+@pytest.mark.invariant(6)
+def test_split_products_change_nothing_in_norms_and_states_of_groups():
+  """A mean over heads, and heads that share queries and keys or B and C, on several devices."""
+  mixers = (
+    functools.partial(
+      tiny.attention,
+      query_key_norm='whole',
+      output_gate=True,
+      rotary=functools.partial(Rotary, share=0.5),
+    ),
+    functools.partial(GatedDeltaNet, heads=2, key_width=4, value_width=4, value_heads=4),
+    functools.partial(Mamba2, heads=4, head_width=4, state_size=4, groups=2, convolution_bias=True),
+  )
+  found, layout = gradients('tensor2d', 'float64', mixers=mixers, layers=1)
+  assert layout.mesh.size == 8
+  assert_equal(found, gradients('single', 'float64', mixers=mixers, layers=1)[0])
 
 
 @pytest.mark.invariant(6)

@@ -80,10 +80,11 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
   first, second = jnp.split(x.astype(dtype), 2, axis=-1)
 
   def broadcast(angle):
-    rows = angle.shape[0] if angle.ndim == 3 else 1
     size, pairs = angle.shape[-2:]
+    rows = angle.shape[:-2] or (1,)
     heads = (1,) * (x.ndim - 3)
-    return jnp.asarray(angle, dtype).reshape(rows, size, *heads, pairs)
+    shape = (*rows, size, *heads, pairs)
+    return jnp.asarray(angle, dtype).reshape(shape)
 
   c = broadcast(cos)
   s = broadcast(sin)

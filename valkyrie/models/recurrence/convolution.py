@@ -53,10 +53,11 @@ class CausalConvolution(Module):
     filters = parameter('filters', (self.taps, width), init, axes=axes, cast=x.dtype)
     shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
-    taps = zip(filters.astype(x.dtype), shifted, strict=True)
-    for lag, (weights, earlier) in enumerate(taps):
+    weights = filters.astype(x.dtype)
+    for lag, earlier in enumerate(shifted):
       is_inside = positions[..., None] >= lag
-      y += weights[None, None] * jnp.where(is_inside, earlier, 0)
+      read = jnp.where(is_inside, earlier, 0)
+      y += weights[lag, None, None] * read
     if self.bias:
       bias = parameter('bias', (width,), init, axes=('activation',), cast=x.dtype)
       y += bias.astype(x.dtype)[None, None]
@@ -69,18 +70,23 @@ def lagged(carry: Tail, x: Array, segment_ids: Array) -> tuple[list[Array], Tail
   Where x is a device's piece of a chunk, `carry` is the tail before the chunk. It is correct only
   on device 0, and so is the tail after the chunk.
   """
-  before, after = _tails(carry.inputs, x, jnp.sum(segment_ids > 0, axis=1))
+  length = jnp.sum(segment_ids > 0, axis=1)
+  before, after = _tails(carry.inputs, x, length)
   slots = before.shape[1]
   time = x.shape[1]
   extended = jnp.concatenate([before, x], axis=1)
-  shifted = [extended[:, start : start + time] for start in range(slots, -1, -1)]
+  shifted = []
+  for start in range(slots, -1, -1):
+    end = start + time
+    shifted.append(extended[:, start:end])
   return shifted, Tail(after)
 
 
 def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F]."""
   slots = carried.shape[1]
-  index = length[:, None] + jnp.arange(slots)[None]
+  slot = jnp.arange(slots)
+  index = length[:, None] + slot[None]
   both = jnp.concatenate([carried, x], axis=1)
   ended = jnp.take_along_axis(both, index[..., None], axis=1)
   if not sequence_parallel.axes():
@@ -89,15 +95,17 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   def then(first, second):
     earlier, filled = first
     later, added = second
-    place = added[..., None] + jnp.arange(slots)[None, None]
-    source = jnp.minimum(place, slots - 1)[..., None]
-    shifted = jnp.take_along_axis(earlier, source, axis=2)
-    merged = jnp.where((place < slots)[..., None], shifted, later)
+    slot = jnp.arange(slots)[None, None]
+    place = added[..., None] + slot
+    source = jnp.minimum(place, slots - 1)
+    shifted = jnp.take_along_axis(earlier, source[..., None], axis=2)
+    is_known = place < slots
+    merged = jnp.where(is_known[..., None], shifted, later)
     return merged, jnp.minimum(filled + added, slots)
 
   # A piece fills the last slots with its own tokens; only device 0 knows those before them.
   filled = jnp.minimum(length, slots)
-  (before, _), (after, _) = sequence_parallel.device_prefix_scan(
-    (ended, filled), then, (carried, filled)
-  )
+  piece = (ended, filled)
+  prefixes = sequence_parallel.device_prefix_scan(piece, then, (carried, filled))
+  (before, _), (after, _) = prefixes
   return before, after

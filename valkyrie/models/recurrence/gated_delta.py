@@ -128,16 +128,20 @@ class GatedDeltaNet(DecayingHeads):
     *qkv_weights, gate_weights = projections(x, ('embed', 'heads'), **widths)
     qkv, gate = products(x, [qkv_weights, gate_weights])
     qkv, tail = self._convolution(qkv, carry.tail, positions=positions, segment_ids=segment_ids)
-    q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
+    active = jax.nn.silu(qkv)
+    q, k, v = jnp.split(active, (keys, 2 * keys), axis=-1)
     q = q.reshape(batch, time, self.heads, -1)
     k = k.reshape(batch, time, self.heads, -1)
     v = v.reshape(batch, time, self._value_heads, -1)
+    q = _unit(q, self.key_width**-0.5)
+    k = _unit(k)
     # Padding neither decays nor writes: log α = β = 0.
-    rates = self._decays(x)
-    log_decay, beta = (jnp.where(is_token[..., None], rate, 0) for rate in rates)
+    log_decay, beta = self._decays(x)
+    log_decay = jnp.where(is_token[..., None], log_decay, 0)
+    beta = jnp.where(is_token[..., None], beta, 0)
     y, state = gated_delta_rule(
-      self._for_values(_unit(q, self.key_width**-0.5)),
-      self._for_values(_unit(k)),
+      self._for_values(q),
+      self._for_values(k),
       v.astype(log_decay.dtype),
       log_decay,
       beta,
@@ -148,7 +152,8 @@ class GatedDeltaNet(DecayingHeads):
     )
     y = y.reshape(batch, -1, self.value_width)
     normed = self._norm(y).reshape(gate.shape)
-    gated = normed * jax.nn.silu(gate.astype(y.dtype))
+    gate = jax.nn.silu(gate.astype(y.dtype))
+    gated = normed * gate
     (out,) = project(gated.astype(x.dtype), ('heads', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
@@ -169,15 +174,18 @@ class GatedDeltaNet(DecayingHeads):
     weights = projections(x, ('embed', None), **widths)
     step, beta = products(x, weights, out_dtype=wide(x.dtype))
     step = jax.nn.softplus(step + step_bias[None, None])
-    log_decay = -jnp.exp(log_rate)[None, None] * step
-    return log_decay, WRITE_GATES[self.write_gate](beta)
+    rate = jnp.exp(log_rate)
+    log_decay = -rate[None, None] * step
+    write = WRITE_GATES[self.write_gate]
+    return log_decay, write(beta)
 
 
 def _unit(x: Array, length: float = 1.0) -> Array:
   """x [..., K] at this length, in float32."""
   x = x.astype(wide(x.dtype))
   square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-  return x * (length * jax.lax.rsqrt(square + 1e-6))
+  scale = length * lax.rsqrt(square + 1e-6)
+  return x * scale
 
 
 @jax.named_scope('scan')
@@ -207,31 +215,43 @@ def gated_delta_rule(
   time = q.shape[1]
   whole = 1 << (time - 1).bit_length()  # the least power of two that holds the chunk
   size = min(slice_size, whole)
-  q, k, v, log_decay, beta, reset = (  # [N, B, H, Q, ...]
-    jnp.swapaxes(slices.cut(x, size), 2, 3) for x in (q, k, v, log_decay, beta, reset[..., None])
-  )
+
+  def cut(x):  # [B, T, H, ...] -> [N, B, H, Q, ...]
+    return jnp.swapaxes(slices.cut(x, size), 2, 3)
+
+  q = cut(q)
+  k = cut(k)
+  v = cut(v)
+  log_decay = cut(log_decay)
+  beta = cut(beta)
+  reset = cut(reset[..., None])
   within, entering, growth = _decays(log_decay, reset)
   values = v.shape[-1]
   across = jnp.swapaxes(k, -1, -2)
   if first is not None:  # a share is kept by the documents that start in the slice
     started = jnp.where(reset, jnp.exp(log_decay), 0)
     kept = within @ started[..., None]
-    v = v - kept * (k @ first[None, None])
     first = first[None, None]
+    v = v - kept * (k @ first)
 
   # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
-  lower = jnp.tril(beta[..., None] * within * (k @ across), -1)
-  right = jnp.concatenate([v, entering[..., None] * k], axis=-1)
-  solved = unit_lower_inverse(lower) @ (beta[..., None] * right)
+  written_share = beta[..., None]
+  lower = jnp.tril(written_share * within * (k @ across), -1)
+  entering_keys = entering[..., None] * k
+  right = jnp.concatenate([v, entering_keys], axis=-1)
+  inverse = unit_lower_inverse(lower)
+  solved = inverse @ (written_share * right)
   solved_values = solved[..., :values]
   solved_keys = solved[..., values:]
   # The state after a slice is (1 + growth) S_0 + Kᵀ D U, with D to the slice's end.
   to_end = within[..., -1, :, None] * k
-  stored = jnp.swapaxes(to_end, -1, -2) @ solved
+  to_end = jnp.swapaxes(to_end, -1, -2)
+  stored = to_end @ solved
   identity = jnp.eye(k.shape[-1], dtype=k.dtype)
   decayed = growth[..., None, None] * identity[None, None, None]
   change = decayed - stored[..., values:]
-  starts = jnp.any(reset, axis=-1)[..., None, None]
+  starts = jnp.any(reset, axis=-1)
+  starts = starts[..., None, None]
   written = stored[..., :values]
   if first is not None:
     written += kept[..., -1:, :] * first
@@ -239,12 +259,15 @@ def gated_delta_rule(
   states, after = _states(effects, initial.astype(v.dtype))
 
   u = solved_values - solved_keys @ states
-  from_before = (entering[..., None] * q) @ states
-  from_slice = (within * (q @ across)) @ u
+  entering_queries = entering[..., None] * q
+  from_before = entering_queries @ states
+  weights = within * (q @ across)
+  from_slice = weights @ u
   y = from_before + from_slice
   if first is not None:
     y += (kept * q) @ first
-  return slices.join(jnp.swapaxes(y, 2, 3), time), after
+  y = jnp.swapaxes(y, 2, 3)
+  return slices.join(y, time), after
 
 
 def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
@@ -258,15 +281,19 @@ def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
   log_decay = jnp.where(reset, 0, log_decay)  # no decay crosses a start
   document = jnp.cumsum(reset, axis=-1)
   size = log_decay.shape[-1]
-  causal = np.tril(np.ones((size, size), bool))[None, None, None]
+  pairs = (size, size)
+  causal = np.tril(np.ones(pairs, bool))
+  causal = causal[None, None, None]
   up_to_i = jnp.where(causal, log_decay[..., None, :], 0)
-  after_j = np.tril(np.ones((size, size), log_decay.dtype), -1)
+  after_j = np.tril(np.ones(pairs, log_decay.dtype), -1)
   sums = jnp.einsum('...ik,kj->...ij', up_to_i, after_j, precision=_HIGHEST)
   total = jnp.cumsum(log_decay, axis=-1)
   same_document = document[..., None] == document[..., None, :]
-  within = jnp.where(causal & same_document, jnp.exp(sums), 0)
+  visible = causal & same_document
+  within = jnp.where(visible, jnp.exp(sums), 0)
   entering = jnp.where(document == 0, jnp.exp(total), 0)
-  return within, entering, jnp.expm1(total[..., -1])
+  growth = jnp.expm1(total[..., -1])
+  return within, entering, growth
 
 
 class _Effect(NamedTuple):
@@ -287,7 +314,8 @@ def _then(first: _Effect, second: _Effect) -> _Effect:
   """The effect of a span, then of the next one."""
   starts = first.starts | second.starts
   change = first.change + second.change + second.change @ first.change
-  return _Effect(starts, change, _after(first.state, second))
+  state = _after(first.state, second)
+  return _Effect(starts, change, state)
 
 
 def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
@@ -305,7 +333,8 @@ def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
 
   nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), effects)
   begin = sequence_parallel.select_first(initial, nothing.state)
-  piece, reached = lax.scan(compose, nothing._replace(state=begin), effects)
+  before = nothing._replace(state=begin)
+  piece, reached = lax.scan(compose, before, effects)
   before, ended = sequence_parallel.device_prefix_scan(piece, _then, nothing)
   return _after(before.state[None], reached), ended.state
 
@@ -324,19 +353,23 @@ def unit_lower_inverse(lower: Array) -> Array:
   if size <= _ROWS:
 
     def substitute(row, inverse):
-      known = jnp.einsum('...j,...jk->...k', lower[..., row, :], inverse, precision=_HIGHEST)
+      of_row = lower[..., row, :]
+      known = jnp.einsum('...j,...jk->...k', of_row, inverse, precision=_HIGHEST)
       return inverse.at[..., row, :].add(-known)
 
-    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    identity = jnp.eye(size, dtype=lower.dtype)
+    identity = jnp.broadcast_to(identity, lower.shape)
     return lax.fori_loop(1, size, substitute, identity)
   half = size // 2
   a = lower[..., :half, :half]
   c = lower[..., half:, :half]
   d = lower[..., half:, half:]
-  first, second = unit_lower_inverse(jnp.stack([a, d]))
+  blocks = jnp.stack([a, d])
+  first, second = unit_lower_inverse(blocks)
   corner = jnp.matmul(second, c, precision=_HIGHEST)
   corner = jnp.matmul(corner, first, precision=_HIGHEST)
-  return jnp.block([[first, jnp.zeros_like(first)], [-corner, second]])
+  zeros = jnp.zeros_like(first)
+  return jnp.block([[first, zeros], [-corner, second]])
 
 
 def _inverse_forward(lower):

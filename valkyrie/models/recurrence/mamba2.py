@@ -72,32 +72,44 @@ class Mamba2(DecayingHeads):
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
+    batch, time, width = x.shape
     dtype = wide(x.dtype)
     is_token = segment_ids > 0
     widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
     xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
+    active = jax.nn.silu(xbc)
     ends = [self._inner, self._inner + self._states]
-    inner, b, c = jnp.split(jax.nn.silu(xbc), ends, axis=-1)
-    inner = inner.reshape(*inner.shape[:2], self.heads, self.head_width)
+    inner, b, c = jnp.split(active, ends, axis=-1)
+    inner = inner.reshape(batch, time, self.heads, self.head_width)
 
     log_rate, step_bias = self._rates_and_steps()
     skip = parameter('skip', (self.heads,), jnp.ones, axes=('norm',))
-    dt = jax.nn.softplus(dt.astype(dtype) + step_bias[None, None])
+    biased = dt.astype(dtype) + step_bias[None, None]
+    dt = jax.nn.softplus(biased)
     # A step of length zero changes no state.
     dt = jnp.where(is_token[..., None], dt, 0)
     stepped = dt[..., None] * inner
-    log_decay = -jnp.exp(log_rate)[None, None] * dt
+    stepped = stepped.astype(x.dtype)
+    rate = jnp.exp(log_rate)
+    log_decay = -rate[None, None] * dt
     starts = (positions == 0) & is_token
-    y, state = self._read(stepped.astype(x.dtype), log_decay, b, c, starts, carry.state)
+    y, state = self._read(stepped, log_decay, b, c, starts, carry.state)
     y += skip[None, None, :, None] * inner
-    gated = y.reshape(z.shape) * jax.nn.silu(z.astype(dtype))
+    gate = jax.nn.silu(z.astype(dtype))
+    gated = y.reshape(z.shape) * gate
     normed = RMSNorm()(gated, self.groups)
-    (out,) = project(normed.astype(x.dtype), ('mlp', 'embed'), out=x.shape[-1])
+    (out,) = project(normed.astype(x.dtype), ('mlp', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
   def _read(
-    self, x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array
+    self,
+    x: Array,
+    log_decay: Array,
+    b: Array,
+    c: Array,
+    reset: Array,
+    carry: Array,
   ) -> tuple[Array, Array]:
     """`ssd` of each group, with b and c [B, T, G P]."""
     first = self.first_state(carry)
@@ -108,7 +120,9 @@ class Mamba2(DecayingHeads):
       return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
 
     def by_group(x, axis):
-      return x.reshape(*x.shape[:axis], self.groups, -1, *x.shape[axis + 1 :])
+      before = x.shape[:axis]
+      after = x.shape[axis + 1 :]
+      return x.reshape(*before, self.groups, -1, *after)
 
     over_time = [by_group(part, 2) for part in (x, log_decay, b, c)]
     if first is not None:
@@ -120,9 +134,16 @@ class Mamba2(DecayingHeads):
 
 @jax.named_scope('scan')
 def ssd(
-  x: Array, log_decay: Array, b: Array, c: Array, reset: Array, carry: Array, *, slice_size: int,
+  x: Array,
+  log_decay: Array,
+  b: Array,
+  c: Array,
+  reset: Array,
+  carry: Array,
+  *,
+  slice_size: int,
   first: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
   """(y [B, T, H, K], the state after the chunk [B, H, P, K]), both in the dtype of `log_decay`.
 
   Under sequence parallelism, the arrays are this device's piece of the chunk.
@@ -137,55 +158,69 @@ def ssd(
   """
   time = x.shape[1]
   heads = x.shape[2]
+  narrow = x.dtype
   dtype = log_decay.dtype
   dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
   count = -(-time // slice_size)
   size = -(-time // count)  # the last slice is padded the least
-  x, b, c = (cut(part.astype(x.dtype), size) for part in (x, b, c))
+  x = cut(x, size)
+  b = cut(b.astype(narrow), size)
+  c = cut(c.astype(narrow), size)
   starts = cut(reset, size)
   # The sums of logarithms stay float32, and only differences that are not positive are
   # exponentiated. A reset is no -inf among them: tokens are compared by the count of resets before.
-  total, lost = _sums(cut(log_decay, size), starts[..., None])  # [N, B, Q, H]
+  log_decay = cut(log_decay, size)
+  total, lost = _sums(log_decay, starts[..., None])  # [N, B, Q, H]
   document = jnp.cumsum(starts, axis=2)  # [N, B, Q]
 
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
   in_first = document == 0
   reads = jnp.where(in_first[..., None], jnp.exp(total), 0)
-  in_last = (document == document[..., -1:])[..., None]
-  to_last = (total[:, :, -1:] - total) + (lost[:, :, -1:] - lost)
-  to_last = jnp.where(in_last, to_last, 0)
+  last_document = document[..., -1:]
+  in_last = (document == last_document)[..., None]
+  to_total = total[:, :, -1:] - total
+  to_lost = lost[:, :, -1:] - lost
+  to_last = jnp.where(in_last, to_total + to_lost, 0)
   remains = jnp.where(in_last, jnp.exp(to_last), 0)
   # All heads share B and C, so one product serves all.
-  kept = (remains[..., None] * x).astype(x.dtype)
-  written = dot('nbqp,nbqf->nbpf', b, kept.reshape(*kept.shape[:3], -1))
+  kept = (remains[..., None] * x).astype(narrow)
+  kept = kept.reshape(*kept.shape[:3], -1)
+  written = dot('nbqp,nbqf->nbpf', b, kept)
   by_head = written.reshape(*written.shape[:3], heads, -1)
   decay = reads[:, :, -1, None, :, None]
   slices = Piece(decay, by_head)
   if first is not None:  # a share is kept by the documents that start in the slice
     started = document > 0
-    kept = jnp.where(started[..., None], jnp.exp(total), 0)
+    first_share = jnp.where(started[..., None], jnp.exp(total), 0)
     first = jnp.swapaxes(first, 0, 1)
-    to_end = kept[:, :, -1, None, :, None]
-    slices = slices._replace(state=slices.state + to_end * first[None, None])
-  before, after = _between_slices(slices, jnp.swapaxes(carry, 1, 2).astype(dtype))
-  before = before.astype(x.dtype).reshape(*written.shape)
-  from_before = dot('nbqp,nbpf->nbqf', c, before).reshape(x.shape)
+    to_end = first_share[:, :, -1, None, :, None]
+    state = slices.state + to_end * first[None, None]
+    slices = slices._replace(state=state)
+  carried = jnp.swapaxes(carry, 1, 2)
+  before, after = _between_slices(slices, carried.astype(dtype))
+  before = before.astype(narrow).reshape(*written.shape)
+  from_before = dot('nbqp,nbpf->nbqf', c, before)
+  from_before = from_before.reshape(x.shape)
 
   # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
   order = jnp.tri(size, dtype=bool)[None, None]
   same_document = document[..., :, None] == document[..., None, :]
   sees = order & same_document
-  scores = jnp.where(sees, dot('nbip,nbjp->nbij', c, b), 0)
+  products = dot('nbip,nbjp->nbij', c, b)
+  scores = jnp.where(sees, products, 0)
   log_decay = _differences(total) + _differences(lost)
   log_passed = jnp.where(sees[:, :, None], log_decay, 0)
-  weights = scores[:, :, None] * jnp.exp(log_passed)
+  passed = jnp.exp(log_passed)
+  weights = scores[:, :, None] * passed
+  weights = weights.astype(narrow)
   by_head = jnp.swapaxes(x, 2, 3)
-  within = dot('nbhij,nbhjk->nbhik', weights.astype(x.dtype), by_head)
-  y = reads[..., None] * from_before + jnp.swapaxes(within, 2, 3)
+  within = dot('nbhij,nbhjk->nbhik', weights, by_head)
+  within = jnp.swapaxes(within, 2, 3)
+  y = reads[..., None] * from_before + within
   if first is not None:
-    from_first = dot('nbqp,phk->nbqhk', c, first.astype(x.dtype))
-    y += kept[..., None] * from_first
+    from_first = dot('nbqp,phk->nbqhk', c, first.astype(narrow))
+    y += first_share[..., None] * from_first
   return join(y, time), jnp.swapaxes(after, 1, 2)
 
 
