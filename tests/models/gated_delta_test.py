@@ -117,6 +117,18 @@ def test_heads_of_values_share_queries_and_keys_and_the_norm_has_an_epsilon():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
+def test_operations_are_counted_by_heads_of_values():
+  def beyond_weights(value_heads):
+    widths = (value_heads * VALUES, HEADS * KEYS)
+    convolved = widths[0] + 2 * widths[1]
+    weights = WIDTH * (convolved + 2 * widths[0] + 2 * value_heads)
+    mixer = layer(value_heads=value_heads)
+    return mixer.forward_flops(WIDTH) - 2 * weights - 2 * TAPS * convolved
+
+  found = hk.transform(lambda: [beyond_weights(n * HEADS) for n in (1, 3)]).apply({}, None)
+  assert found[1] == 3 * found[0] > 0
+
+
 def test_a_double_gate_reaches_negative_eigenvalues():
   x, carry, positions, segment_ids = stream(40)
   params = parameters(write_gate='double')

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 WIDTH, HEADS, HEAD_WIDTH, STATES, TAPS = 6, 3, 4, 5, 4
 INNER = HEADS * HEAD_WIDTH
-CONVOLVED = INNER + 2 * STATES
 
 
 def layer(**options):
@@ -250,13 +249,17 @@ def test_gradients_are_finite_under_any_decay():
     assert np.all(np.isfinite(leaf))
 
 
-def test_operations_are_counted():
+@pytest.mark.parametrize('groups', [1, 3])
+def test_operations_are_counted(groups):
   counted = []
-  hk.transform(lambda: counted.append(layer().forward_flops(WIDTH))).init(None)
-  weights = WIDTH * (2 * INNER + CONVOLVED + HEADS)
+  biased = groups > 1
+  options = {'groups': groups, 'convolution_bias': biased}
+  hk.transform(lambda: counted.append(layer(**options).forward_flops(WIDTH))).init(None)
+  convolved = INNER + 2 * groups * STATES
+  weights = WIDTH * (2 * INNER + convolved + HEADS)
   # The taps; B and C, to and from the state; the scores of a slice, and its values.
-  mixing = TAPS * CONVOLVED + 2 * STATES * INNER + 4 * (STATES + INNER)
-  assert counted == [2 * (weights + mixing)]
+  mixing = TAPS * convolved + 2 * STATES * INNER + 4 * (groups * STATES + INNER)
+  assert counted == [2 * (weights + mixing) + biased * convolved]
 
 
 def test_options_that_cannot_be_are_refused():

@@ -57,12 +57,14 @@ class Rotary:
     turns = self.original_context * plain / (2 * np.pi)
     kept = (turns - self.low_turns) / (self.high_turns - self.low_turns)
     kept = np.clip(kept, 0, 1)  # the share of the plain frequency; the factor slows the rest
-    return plain * (kept + (1 - kept) / self.factor)
+    slowed = (1 - kept) / self.factor
+    return plain * (kept + slowed)
 
   def angles(self, length: int, width: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [length, R/2] of the angles at coordinates 0, step, 2 step, ..., in float64."""
     coordinates = step * np.arange(length)
-    angle = coordinates[:, None] * self.frequencies(width)
+    frequencies = self.frequencies(width)
+    angle = coordinates[:, None] * frequencies
     return np.cos(angle), np.sin(angle)
 
 
@@ -74,7 +76,8 @@ def rotate(x: Array, cos: Array | np.ndarray, sin: Array | np.ndarray) -> Array:
   count = 2 * cos.shape[-1]
   if count < x.shape[-1]:
     channels, others = jnp.split(x, [count], axis=-1)
-    return jnp.concatenate([rotate(channels, cos, sin), others], axis=-1)
+    turned = rotate(channels, cos, sin)
+    return jnp.concatenate([turned, others], axis=-1)
   # Pair i is the channels i and R/2 + i, turned as (a + ib) e^(i angle).
   dtype = wide(x.dtype)
   first, second = jnp.split(x.astype(dtype), 2, axis=-1)

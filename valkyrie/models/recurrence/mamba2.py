@@ -113,11 +113,12 @@ class Mamba2(DecayingHeads):
   ) -> tuple[Array, Array]:
     """`ssd` of each group, with b and c [B, T, G P]."""
     first = self.first_state(carry)
-    if self.groups == 1:
-      return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
 
     def read(x, log_decay, b, c, carry, first):
       return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
+
+    if self.groups == 1:
+      return read(x, log_decay, b, c, carry, first)
 
     def by_group(x, axis):
       before = x.shape[:axis]
@@ -176,7 +177,8 @@ def ssd(
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
   in_first = document == 0
-  reads = jnp.where(in_first[..., None], jnp.exp(total), 0)
+  passed = jnp.exp(total)
+  reads = jnp.where(in_first[..., None], passed, 0)
   last_document = document[..., -1:]
   in_last = (document == last_document)[..., None]
   to_total = total[:, :, -1:] - total
@@ -192,7 +194,7 @@ def ssd(
   slices = Piece(decay, by_head)
   if first is not None:  # a share is kept by the documents that start in the slice
     started = document > 0
-    first_share = jnp.where(started[..., None], jnp.exp(total), 0)
+    first_share = jnp.where(started[..., None], passed, 0)
     first = jnp.swapaxes(first, 0, 1)
     to_end = first_share[:, :, -1, None, :, None]
     state = slices.state + to_end * first[None, None]
@@ -211,8 +213,7 @@ def ssd(
   scores = jnp.where(sees, products, 0)
   log_decay = _differences(total) + _differences(lost)
   log_passed = jnp.where(sees[:, :, None], log_decay, 0)
-  passed = jnp.exp(log_passed)
-  weights = scores[:, :, None] * passed
+  weights = scores[:, :, None] * jnp.exp(log_passed)
   weights = weights.astype(narrow)
   by_head = jnp.swapaxes(x, 2, 3)
   within = dot('nbhij,nbhjk->nbhik', weights, by_head)
@@ -245,10 +246,13 @@ def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
     from_b = s - a
     rounded_off = (a - (s - from_b)) + (b - from_b)
     lost = lost1 + lost2 + rounded_off
-    return r1 | r2, jnp.where(r2, x2, total), jnp.where(r2, lost2, lost)
+    total = jnp.where(r2, x2, total)
+    lost = jnp.where(r2, lost2, lost)
+    return r1 | r2, total, lost
 
   nothing_lost = jnp.zeros_like(x)
-  _, sums, lost = lax.associative_scan(then, (starts, x, nothing_lost), axis=2)
+  elements = (starts, x, nothing_lost)
+  _, sums, lost = lax.associative_scan(then, elements, axis=2)
   return sums, lost
 
 
@@ -266,7 +270,9 @@ def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
     return before, after
   known = sequence_parallel.select_first(carry, jnp.zeros_like(carry))
   last, _ = scan(known)
-  piece = Piece(jnp.prod(slices.decay, axis=0), last)
-  left, whole = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=carry))
+  decay = jnp.prod(slices.decay, axis=0)
+  piece = Piece(decay, last)
+  entering = Piece(decay, carry)
+  left, whole = sequence_parallel.device_prefix_scan(piece, then, entering)
   _, before = scan(left.state)
   return before, whole.state
