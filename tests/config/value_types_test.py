@@ -33,7 +33,7 @@ def load(binding):
     ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
     ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'Block, not (@S5,)'),
-    ('Block.mlp=@S5', 'MLP, not @S5'),
+    ('Block.mlp=@S5', 'MLP or None, not @S5'),
     ('LanguageModel.insert=@S5', 'Insert (S5 has no '),
     ('Block.mixers=(@Planner,)', 'SequenceMixer (Planner has no '),
     ('Optimizer.algorithm=@S5', 'GradientTransformation, not @S5'),
@@ -86,6 +86,7 @@ NOT_SET_BY_PEOPLE = {
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
   'max_global_tokens', 'max_tokens', 'learning_rate', 'learning_rate_scale', 'dropout', 'epsilon',
+  'norm_epsilon', 'share',
   'final_learning_rate_scale', 'z_loss', 'temperature', 'weights', 'low_turns',
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
@@ -95,6 +96,8 @@ ZERO = {
 UNIT = {
   'dropout',
   'epsilon',
+  'norm_epsilon',
+  'share',
   'depths',
   'min_p',
   'top_p',
