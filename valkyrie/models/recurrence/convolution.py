@@ -36,7 +36,8 @@ class CausalConvolution(Module):
 
   def initial_carry(self, batch_size: int, width: int, dtype: DType) -> Tail:
     """Zeros for a width of F; no document reads them."""
-    return Tail(jnp.zeros((batch_size, self.taps - 1, width), dtype))
+    slots = self.taps - 1
+    return Tail(jnp.zeros((batch_size, slots, width), dtype))
 
   def forward_flops(self, width: int) -> int:
     """A product and a sum for each tap and channel, and a sum for the bias."""
@@ -50,7 +51,8 @@ class CausalConvolution(Module):
     init = hk.initializers.RandomUniform(-bound, bound)
     width = x.shape[2]
     axes = (None, 'activation')
-    filters = parameter('filters', (self.taps, width), init, axes=axes, cast=x.dtype)
+    shape = (self.taps, width)
+    filters = parameter('filters', shape, init, axes=axes, cast=x.dtype)
     shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
     weights = filters.astype(x.dtype)
@@ -59,8 +61,9 @@ class CausalConvolution(Module):
       read = jnp.where(is_inside, earlier, 0)
       y += weights[lag, None, None] * read
     if self.bias:
-      bias = parameter('bias', (width,), init, axes=('activation',), cast=x.dtype)
-      y += bias.astype(x.dtype)[None, None]
+      bias = parameter('bias', (width,), init, axes=axes[1:], cast=x.dtype)
+      bias = bias.astype(x.dtype)
+      y += bias[None, None]
     return y, tail
 
 
@@ -87,8 +90,9 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   slots = carried.shape[1]
   slot = jnp.arange(slots)
   index = length[:, None] + slot[None]
+  index = index[..., None]
   both = jnp.concatenate([carried, x], axis=1)
-  ended = jnp.take_along_axis(both, index[..., None], axis=1)
+  ended = jnp.take_along_axis(both, index, axis=1)
   if not sequence_parallel.axes():
     return carried, ended
 
@@ -101,11 +105,13 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
     shifted = jnp.take_along_axis(earlier, source[..., None], axis=2)
     is_known = place < slots
     merged = jnp.where(is_known[..., None], shifted, later)
-    return merged, jnp.minimum(filled + added, slots)
+    together = jnp.minimum(filled + added, slots)
+    return merged, together
 
   # A piece fills the last slots with its own tokens; only device 0 knows those before them.
   filled = jnp.minimum(length, slots)
   piece = (ended, filled)
-  prefixes = sequence_parallel.device_prefix_scan(piece, then, (carried, filled))
+  entering = (carried, filled)
+  prefixes = sequence_parallel.device_prefix_scan(piece, then, entering)
   (before, _), (after, _) = prefixes
   return before, after

@@ -112,7 +112,8 @@ class GatedDeltaNet(DecayingHeads):
     stored = k * (k + z)
     state = k * k * z // q  # once a slice
     outputs = z * (2 * k + q)
-    slices = decays_and_inverse + pairs + solved + stored + state + outputs
+    states = stored + state
+    slices = decays_and_inverse + pairs + solved + states + outputs
     convolution = self._convolution.forward_flops(self._convolved)
     return 2 * (weights + self._value_heads * slices) + convolution
 
@@ -136,9 +137,10 @@ class GatedDeltaNet(DecayingHeads):
     q = _unit(q, self.key_width**-0.5)
     k = _unit(k)
     # Padding neither decays nor writes: log α = β = 0.
+    of_token = is_token[..., None]
     log_decay, beta = self._decays(x)
-    log_decay = jnp.where(is_token[..., None], log_decay, 0)
-    beta = jnp.where(is_token[..., None], beta, 0)
+    log_decay = jnp.where(of_token, log_decay, 0)
+    beta = jnp.where(of_token, beta, 0)
     y, state = gated_delta_rule(
       self._for_values(q),
       self._for_values(k),
@@ -154,7 +156,8 @@ class GatedDeltaNet(DecayingHeads):
     normed = self._norm(y).reshape(gate.shape)
     gate = jax.nn.silu(gate.astype(y.dtype))
     gated = normed * gate
-    (out,) = project(gated.astype(x.dtype), ('heads', 'embed'), out=width)
+    gated = gated.astype(x.dtype)
+    (out,) = project(gated, ('heads', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
   @hk.transparent
@@ -165,7 +168,8 @@ class GatedDeltaNet(DecayingHeads):
 
   def _for_values(self, x: Array) -> Array:
     """Queries or keys [B, T, H, K], for each head of values."""
-    return jnp.repeat(x, self._value_heads // self.heads, axis=2)
+    times = self._value_heads // self.heads
+    return jnp.repeat(x, times, axis=2)
 
   def _decays(self, x: Array) -> tuple[Array, Array]:
     """log α and β of x [B, T, D], float32, for each head of values."""
@@ -173,7 +177,8 @@ class GatedDeltaNet(DecayingHeads):
     widths = {'step': self._value_heads, 'beta': self._value_heads}
     weights = projections(x, ('embed', None), **widths)
     step, beta = products(x, weights, out_dtype=wide(x.dtype))
-    step = jax.nn.softplus(step + step_bias[None, None])
+    biased = step + step_bias[None, None]
+    step = jax.nn.softplus(biased)
     rate = jnp.exp(log_rate)
     log_decay = -rate[None, None] * step
     write = WRITE_GATES[self.write_gate]
@@ -183,7 +188,8 @@ class GatedDeltaNet(DecayingHeads):
 def _unit(x: Array, length: float = 1.0) -> Array:
   """x [..., K] at this length, in float32."""
   x = x.astype(wide(x.dtype))
-  square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+  squares = jnp.square(x)
+  square = jnp.sum(squares, axis=-1, keepdims=True)
   scale = length * lax.rsqrt(square + 1e-6)
   return x * scale
 
@@ -236,7 +242,8 @@ def gated_delta_rule(
 
   # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
   written_share = beta[..., None]
-  lower = jnp.tril(written_share * within * (k @ across), -1)
+  likeness = k @ across
+  lower = jnp.tril(written_share * within * likeness, -1)
   entering_keys = entering[..., None] * k
   right = jnp.concatenate([v, entering_keys], axis=-1)
   inverse = unit_lower_inverse(lower)
@@ -248,8 +255,9 @@ def gated_delta_rule(
   to_end = jnp.swapaxes(to_end, -1, -2)
   stored = to_end @ solved
   identity = jnp.eye(k.shape[-1], dtype=k.dtype)
-  decayed = growth[..., None, None] * identity[None, None, None]
-  change = decayed - stored[..., values:]
+  identity = identity[None, None, None]
+  growth = growth[..., None, None]
+  change = growth * identity - stored[..., values:]
   starts = jnp.any(reset, axis=-1)
   starts = starts[..., None, None]
   written = stored[..., :values]
@@ -261,7 +269,8 @@ def gated_delta_rule(
   u = solved_values - solved_keys @ states
   entering_queries = entering[..., None] * q
   from_before = entering_queries @ states
-  weights = within * (q @ across)
+  scores = q @ across
+  weights = within * scores
   from_slice = weights @ u
   y = from_before + from_slice
   if first is not None:
@@ -284,14 +293,17 @@ def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
   pairs = (size, size)
   causal = np.tril(np.ones(pairs, bool))
   causal = causal[None, None, None]
-  up_to_i = jnp.where(causal, log_decay[..., None, :], 0)
-  after_j = np.tril(np.ones(pairs, log_decay.dtype), -1)
+  of_each = log_decay[..., None, :]
+  up_to_i = jnp.where(causal, of_each, 0)
+  ones = np.ones(pairs, log_decay.dtype)
+  after_j = np.tril(ones, -1)
   sums = jnp.einsum('...ik,kj->...ij', up_to_i, after_j, precision=_HIGHEST)
   total = jnp.cumsum(log_decay, axis=-1)
   same_document = document[..., None] == document[..., None, :]
   visible = causal & same_document
   within = jnp.where(visible, jnp.exp(sums), 0)
-  entering = jnp.where(document == 0, jnp.exp(total), 0)
+  in_first = document == 0
+  entering = jnp.where(in_first, jnp.exp(total), 0)
   growth = jnp.expm1(total[..., -1])
   return within, entering, growth
 

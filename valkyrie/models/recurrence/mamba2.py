@@ -75,9 +75,18 @@ class Mamba2(DecayingHeads):
     batch, time, width = x.shape
     dtype = wide(x.dtype)
     is_token = segment_ids > 0
-    widths = {'z': self._inner, 'xbc': self._convolved, 'dt': self.heads}
+    widths = {
+      'z': self._inner,
+      'xbc': self._convolved,
+      'dt': self.heads,
+    }
     z, xbc, dt = project(x, ('embed', 'mlp'), **widths)
-    xbc, tail = self._convolution(xbc, carry.tail, positions=positions, segment_ids=segment_ids)
+    xbc, tail = self._convolution(
+      xbc,
+      carry.tail,
+      positions=positions,
+      segment_ids=segment_ids,
+    )
     active = jax.nn.silu(xbc)
     ends = [self._inner, self._inner + self._states]
     inner, b, c = jnp.split(active, ends, axis=-1)
@@ -96,10 +105,11 @@ class Mamba2(DecayingHeads):
     starts = (positions == 0) & is_token
     y, state = self._read(stepped, log_decay, b, c, starts, carry.state)
     y += skip[None, None, :, None] * inner
+    y = y.reshape(z.shape)
     gate = jax.nn.silu(z.astype(dtype))
-    gated = y.reshape(z.shape) * gate
-    normed = RMSNorm()(gated, self.groups)
-    (out,) = project(normed.astype(x.dtype), ('mlp', 'embed'), out=width)
+    normed = RMSNorm()(y * gate, self.groups)
+    normed = normed.astype(x.dtype)
+    (out,) = project(normed, ('mlp', 'embed'), out=width)
     return out, ConvolvedCarry(tail, state)
 
   def _read(
@@ -115,7 +125,16 @@ class Mamba2(DecayingHeads):
     first = self.first_state(carry)
 
     def read(x, log_decay, b, c, carry, first):
-      return ssd(x, log_decay, b, c, reset, carry, slice_size=self.slice_size, first=first)
+      return ssd(
+        x,
+        log_decay,
+        b,
+        c,
+        reset,
+        carry,
+        slice_size=self.slice_size,
+        first=first,
+      )
 
     if self.groups == 1:
       return read(x, log_decay, b, c, carry, first)
@@ -125,11 +144,22 @@ class Mamba2(DecayingHeads):
       after = x.shape[axis + 1 :]
       return x.reshape(*before, self.groups, -1, *after)
 
-    over_time = [by_group(part, 2) for part in (x, log_decay, b, c)]
+    of_first = None
     if first is not None:
-      first = by_group(first, 0)
-    read_groups = jax.vmap(read, in_axes=(2, 2, 2, 2, 1, 0), out_axes=(2, 1))
-    y, after = read_groups(*over_time, by_group(carry, 1), first)
+      of_first = by_group(first, 0)
+    read_groups = jax.vmap(
+      read,
+      in_axes=(2, 2, 2, 2, 1, 0),
+      out_axes=(2, 1),
+    )
+    y, after = read_groups(
+      by_group(x, 2),
+      by_group(log_decay, 2),
+      by_group(b, 2),
+      by_group(c, 2),
+      by_group(carry, 1),
+      of_first,
+    )
     return y.reshape(x.shape), after.reshape(carry.shape)
 
 
@@ -177,8 +207,7 @@ def ssd(
   # The share of the state before the slice that each token reads, and of each token that remains
   # in the state after the slice.
   in_first = document == 0
-  passed = jnp.exp(total)
-  reads = jnp.where(in_first[..., None], passed, 0)
+  reads = jnp.where(in_first[..., None], jnp.exp(total), 0)
   last_document = document[..., -1:]
   in_last = (document == last_document)[..., None]
   to_total = total[:, :, -1:] - total
@@ -186,15 +215,16 @@ def ssd(
   to_last = jnp.where(in_last, to_total + to_lost, 0)
   remains = jnp.where(in_last, jnp.exp(to_last), 0)
   # All heads share B and C, so one product serves all.
-  kept = (remains[..., None] * x).astype(narrow)
-  kept = kept.reshape(*kept.shape[:3], -1)
+  rows = x.shape[:3]
+  kept = remains[..., None] * x
+  kept = kept.astype(narrow).reshape(*rows, -1)
   written = dot('nbqp,nbqf->nbpf', b, kept)
   by_head = written.reshape(*written.shape[:3], heads, -1)
   decay = reads[:, :, -1, None, :, None]
   slices = Piece(decay, by_head)
   if first is not None:  # a share is kept by the documents that start in the slice
     started = document > 0
-    first_share = jnp.where(started[..., None], passed, 0)
+    first_share = jnp.where(started[..., None], jnp.exp(total), 0)
     first = jnp.swapaxes(first, 0, 1)
     to_end = first_share[:, :, -1, None, :, None]
     state = slices.state + to_end * first[None, None]
@@ -206,9 +236,9 @@ def ssd(
   from_before = from_before.reshape(x.shape)
 
   # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
-  order = jnp.tri(size, dtype=bool)[None, None]
+  order = jnp.tri(size, dtype=bool)
   same_document = document[..., :, None] == document[..., None, :]
-  sees = order & same_document
+  sees = order[None, None] & same_document
   products = dot('nbip,nbjp->nbij', c, b)
   scores = jnp.where(sees, products, 0)
   log_decay = _differences(total) + _differences(lost)
@@ -228,7 +258,9 @@ def ssd(
 def _differences(x: Array) -> Array:
   """x_i - x_j of every two tokens of a slice: [N, B, Q, H] -> [N, B, H, Q, Q]."""
   by_head = jnp.moveaxis(x, 3, 2)
-  return by_head[..., :, None] - by_head[..., None, :]
+  rows = by_head[..., :, None]
+  columns = by_head[..., None, :]
+  return rows - columns
 
 
 def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
