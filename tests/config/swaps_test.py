@@ -141,6 +141,11 @@ def test_full_attention_refuses_a_longer_document(train_run, tmp_path):
   assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
+def test_full_attention_that_slides_reads_a_longer_document(train_run, tmp_path):
+  more = FULL.format(tiny_run.LONGEST - 1) + 'FullAttention.slides = True\n'
+  assert_trained(train_run(tmp_path / 'run', mixers=FULL_MIXERS, more=more))
+
+
 def test_full_attention_without_a_carry(train_run, tmp_path):
   more = FULL.format(16) + 'FullAttention.carried = False\n'
   train_alone = functools.partial(train_run, mixers='(@FullAttention,)', more=more)
@@ -191,8 +196,7 @@ SPLIT = "Partitioner.manual = True\nPartitioner.axis_rules = (('time', 'data'),)
   ('mixers', 'more', 'named'),
   [
     ('(@S5,)', PLANNER.format(8), 'Planner'),
-    (FULL_MIXERS, FULL.format(12), 'FullAttention'),
-    (FULL_MIXERS, PLANNER.format(8) + FULL.format(12), 'FullAttention and Planner'),
+    (FULL_MIXERS, PLANNER.format(8) + FULL.format(12), 'Planner'),
   ],
 )
 def test_a_layout_that_splits_time_refuses_what_needs_all_of_it(

@@ -95,6 +95,16 @@ def test_split_products_change_nothing_in_norms_and_states_of_groups():
 
 
 @pytest.mark.invariant(6)
+@pytest.mark.parametrize('name', ['context', 'context_fsdp', 'tensor2d'])
+@pytest.mark.parametrize('backprop_chunks', [3, 1])
+def test_the_keys_of_a_document_over_devices_change_nothing(name, backprop_chunks):
+  """Each device holds a part of the slots, which are fewer than the tokens of the step."""
+  options = {'mixers': (tiny.full, tiny.s5), 'backprop_chunks': backprop_chunks}
+  found, _ = gradients(name, 'float64', **options)
+  assert_equal(found, gradients('single', 'float64', **options)[0])
+
+
+@pytest.mark.invariant(6)
 def test_two_slices_of_four_change_nothing():
   """Slices split the rows; within a slice, time and weights are split."""
   bindings = ('--gin.Partitioner.slices=2',)
@@ -287,7 +297,11 @@ def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not
       lambda: layout(axis_rules=(('batch', 'data'), ('embed', 'data'))).shardings(
         leaf(12), {'params': {'w': ('embed',)}}
       ),
-      r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8',
+      r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8 .*Change the size',
+    ),
+    (
+      lambda: layout_of('context').shardings(jnp.ones((3, 12)), ('batch', 'time')),
+      r'12 is not a multiple of 8 devices. Change FullAttention.max_context, or Part',
     ),
   ],
 )

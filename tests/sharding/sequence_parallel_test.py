@@ -17,7 +17,7 @@ from valkyrie.models import layers
 from valkyrie.models.attention import kv_cache
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex
-from valkyrie.sharding import ambient, sequence_parallel
+from valkyrie.sharding import ambient, messages, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
@@ -36,6 +36,12 @@ MODELS = {
       functools.partial(
         tiny.attention, dilations=(1, 3), document_start=0, window=4, query_key_norm=True
       ),
+    )
+  },
+  'full': {
+    'mixers': (
+      functools.partial(tiny.full, max_context=24, slides=True),
+      functools.partial(tiny.full, max_context=64, carried=False),
     )
   },
   'dilated_starts': {
@@ -94,18 +100,30 @@ def sharded(name, layout):
   def body(params, carry, chunks, weights):
     # What the others hold of the carry must not matter, as long as it is finite.
     others = lax.axis_index(time) > 0
-    carry = jax.tree.map(lambda x: jnp.where(others, jnp.full_like(x, 77), x), carry)
+    shared = sequence_parallel.is_over_time(carry)
+    carry = jax.tree.map(
+      lambda x, is_shared: x if is_shared else jnp.where(others, jnp.full_like(x, 77), x),
+      carry,
+      shared,
+    )
     with ambient.within(time=time):
       (loss, (hidden, carry)), gradient = jax.value_and_grad(
         functools.partial(read, model), has_aux=True
       )(params, carry, chunks, weights)
-      carry = sequence_parallel.broadcast_carry(carry)
+      carry = jax.tree.map(
+        lambda x, is_shared: messages.all_gather(x, time, 2) if is_shared else x,
+        sequence_parallel.broadcast_carry(carry),
+        shared,
+      )
     loss, gradient = lax.psum((loss, gradient), (*rows, *time))
     return (loss, (hidden, jax.tree.map(lambda x: x[None], carry))), gradient
 
   # The settled carry is given back by every device of time, to be compared.
   whole, cut = PartitionSpec(), PartitionSpec(None, rows, time)
-  memory = PartitionSpec(None, rows)
+  memory = jax.tree.map(
+    lambda is_shared: PartitionSpec(None, rows, *[time] * is_shared),
+    sequence_parallel.is_over_time(built(name)[2]),
+  )
   return jax.jit(
     jax.shard_map(
       body,
@@ -126,6 +144,8 @@ def sharded(name, layout):
     ('hybrid', 'two_axes', 16),  # pieces of 2: a window comes from three devices
     ('dilated', 'rows_and_time', 48),  # pieces of 12, a window of 12
     ('dilated_starts', 'rows_and_time', 12),  # a window of 18, longer than the chunk
+    ('full', 'two_axes', 16),  # pieces of 2, and of 3 slots
+    ('full', 'rows_and_time', 48),  # 24 slots, fewer than a chunk has tokens
   ],
 )
 @pytest.mark.usefixtures('float64')

@@ -8,6 +8,7 @@ import numpy as np
 from planner import Planner
 
 from valkyrie.models import language_model
+from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.block import Block
 from valkyrie.models.model import Model
@@ -28,6 +29,9 @@ attention = functools.partial(
   registers=2,
   document_start=2,
   slice_size=4,
+)
+full = functools.partial(
+  FullAttention, heads=4, kv_heads=2, head_width=8, max_context=16, slice_size=4
 )
 s5 = functools.partial(S5, state_size=8, hippo_blocks=2)
 ngrams = functools.partial(NgramEmbedding, rows=64, width=8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from valkyrie.sharding.sequence_parallel import OverTime
 from valkyrie.training import losses, objective, tbptt
 from valkyrie.training.losses import token_scores
 
@@ -206,6 +207,23 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
     zeros = tbptt.zero_gradients(params)
     gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
     assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, 256 + 63 / 2)
+
+
+def test_gradients_of_the_keys_of_a_document_add_up_in_float32():
+  """The first of 64 chunks writes keys in bfloat16, which all read; the last one most of all."""
+
+  def read(params, carry, chunk):
+    writes, weight = chunk
+    keys = jnp.where(writes, params[None].astype(carry.content.dtype), carry.content)
+    loss = weight * jnp.sum(keys.astype(jnp.float32))
+    return loss, (OverTime(keys), objective.Sums(loss, loss, loss, {}))
+
+  carry = OverTime(jnp.zeros((1, 3), jnp.bfloat16))
+  chunks = jnp.arange(64) == 0, jnp.asarray([0.5] * 63 + [256.0])
+  for backprop in (functools.partial(tbptt._add_recomputed, 8), tbptt._add_saved):
+    gradient, after, _ = backprop(read, jnp.ones(3), carry, chunks, jnp.zeros(3))
+    assert after.content.dtype == jnp.bfloat16
     np.testing.assert_array_equal(gradient, 256 + 63 / 2)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 
+from valkyrie.models.attention.document_cache import DocumentCache
 from valkyrie.models.attention.kv_cache import AttentionCarry
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.types import Carry
@@ -17,7 +18,7 @@ def cut_carry(carry: Carry, initial: Carry, cut: str | None) -> Carry:
   """
 
   def holds_tokens(part: Carry) -> bool:
-    return isinstance(part, AttentionCarry | Tail)
+    return isinstance(part, AttentionCarry | DocumentCache | Tail)
 
   def without_state(part: Carry, start: Carry) -> Carry:
     return part if holds_tokens(part) else start

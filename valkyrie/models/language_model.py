@@ -288,6 +288,7 @@ class LanguageModel(Module):
     mixers = self.inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
     check_causal(mixers)
     carried = [mixer for mixer in mixers if getattr(mixer, 'carried', True)]
+    bounded = [mixer for mixer in carried if not getattr(mixer, 'slides', False)]
     beside = [part for part in (self._ngrams, self._insert) if part is not None]
     parts = [*mixers]
     insert_name = None
@@ -312,7 +313,7 @@ class LanguageModel(Module):
       forward_flops=flops,
       window=max(_known('reach', mixers), default=0),
       horizon=max(_known('horizon', mixers), default=None),
-      max_context=min(_known('max_context', carried), default=None),
+      max_context=min(_known('max_context', bounded), default=None),
       carried=len(carried) == len(mixers),
       has_dropout=self.inspect(lambda blocks: any(block.has_dropout for block in blocks)),
       insert=insert_name,

@@ -14,6 +14,7 @@ from valkyrie.models.declarations import FIRST_CARRY, Declared, Kind, Parameter,
 from valkyrie.models.features import Description, Features
 from valkyrie.models.parts import is_of_model
 from valkyrie.sharding import ambient
+from valkyrie.sharding.sequence_parallel import is_over_time
 from valkyrie.types import Array, Axes, Batch, Carry, Params
 
 
@@ -149,15 +150,20 @@ class Model(NamedTuple):
     )
 
   def carry_axes(self, carry: Carry) -> Any:
-    """The logical axes of each leaf of a carry: layers where it is stacked, rows, and no others."""
+    """The logical axes of each leaf of a carry: layers where it is stacked, and rows.
 
-    def of(leaf, one, two):
+    Of what is `OverTime`, also the axis of time.
+    """
+
+    def of(leaf, over_time, one, two):
       stacked = [a == b for a, b in zip(one.shape, two.shape, strict=True)].index(False)
-      return ('layers',) * stacked + ('batch',) + (None,) * (leaf.ndim - stacked - 1)
+      of_rows = ('batch', 'time') if over_time else ('batch',)
+      whole = leaf.ndim - stacked - len(of_rows)
+      return ('layers',) * stacked + of_rows + (None,) * whole
 
     # A carry of one row and one of two rows differ in size along the rows.
     of_rows = [jax.eval_shape(functools.partial(self.initial_carry, rows)) for rows in (1, 2)]
-    return jax.tree.map(of, carry, *of_rows)
+    return jax.tree.map(of, carry, is_over_time(carry), *of_rows)
 
 
 def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callable[[], Parameters]]:

@@ -156,13 +156,14 @@ class Partitioner:
 
     def of_leaf(key_path, leaf, axes):
       sharding = self.sharding(axes)
-      for size, split in zip(leaf.shape, sharding.spec, strict=True):
+      for size, axis, split in zip(leaf.shape, axes, sharding.spec, strict=True):
         parts = math.prod(self.mesh.shape[name] for name in as_tuple(split))
         if size % parts:
+          named = 'FullAttention.max_context' if axis == 'time' else 'the size'
           raise ConfigurationError(
             f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
-            f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change the '
-            'size, or Partitioner.axis_rules.'
+            f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change {named}, or '
+            'Partitioner.axis_rules.'
           )
       return sharding
 

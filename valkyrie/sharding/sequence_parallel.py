@@ -10,7 +10,8 @@ part of the whole chunk's result, gradients included, from its piece and from tw
 
 The last device's message is the carry after the chunk, and goes to device 0. A mixer's carry is
 therefore correct only on device 0, and finite on the others; `broadcast_carry` copies it to all at
-the end of a step.
+the end of a step. What is too large for that, the keys of a long document, is `OverTime`: each
+device holds its share.
 
 Gradients are taken inside the body: each device differentiates its own share of the loss, and the
 gradients of replicated parameters are summed over the devices afterwards. The `shard_map` is one
@@ -18,7 +19,7 @@ with check_vma=False.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -29,6 +30,24 @@ from valkyrie.sharding import ambient
 from valkyrie.types import Array, Carry
 
 T = TypeVar('T')
+
+
+class OverTime(NamedTuple):
+  """A part of a carry whose slots, axis 1 of its leaves [B, N, ...], the devices of time share."""
+
+  content: Any
+
+
+def is_over_time(carry: Carry) -> Carry:
+  """Whether each leaf of a carry is in a part that is `OverTime`: a pytree like the carry."""
+
+  def is_shared(part):
+    return isinstance(part, OverTime)
+
+  def of_part(part):
+    return jax.tree.map(lambda _: is_shared(part), part)
+
+  return jax.tree.map(of_part, carry, is_leaf=is_shared)
 
 
 def axes() -> tuple[str, ...]:
@@ -104,15 +123,17 @@ def broadcast_from(tree: T, is_source: Array) -> T:
 
 
 def broadcast_carry(carry: Carry) -> Carry:
-  """Device 0's carry on every device, bit for bit."""
+  """Device 0's carry on every device, bit for bit; what is `OverTime` stays where it is."""
   if not axes():
     return carry
 
-  def broadcast(x):
+  def broadcast(x, stays):
+    if stays:
+      return x
     bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
     return lax.bitcast_convert_type(broadcast_from(bits, index() == 0), x.dtype)
 
-  return jax.tree.map(broadcast, carry)
+  return jax.tree.map(broadcast, carry, is_over_time(carry))
 
 
 def fold_in_shard(key: Array) -> Array:

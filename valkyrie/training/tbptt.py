@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.model import Model
+from valkyrie.sharding.sequence_parallel import is_over_time
 from valkyrie.training import rounding
 from valkyrie.training.objective import PREDICTION, Sums, Terms, read
 from valkyrie.types import Array, Batch, Carry, Params
@@ -142,14 +143,14 @@ def _add_saved(
   """Adds a group's gradient to `gradient`; saves the activations of every chunk."""
 
   def group_loss(wide, carry):
-    def step(carry, chunk):
+    def step(before, chunk):
       # Cast inside the loop, so that the loop accumulates the gradient of the wide parameters.
       narrow = jax.tree.map(lambda w, p: w.astype(p.dtype), wide, params)
-      loss, (carry, sums) = read(narrow, carry, chunk)
-      return carry, (loss, sums)
+      loss, (after, sums) = read(narrow, before, chunk)
+      return after, (loss, sums)
 
-    carry, (losses, sums) = _scan(step, carry, chunks)
-    return jnp.sum(losses), (carry, _total(sums))
+    after, (losses, sums) = _scan(step, _wide(carry), chunks)
+    return jnp.sum(losses), (_narrow(after, carry), _total(sums))
 
   wide = rounding.wide(params)
   (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(wide, carry)
@@ -209,9 +210,29 @@ def segment_length(count: int) -> int:
   return min(divisors, key=lambda n: n + count // n)
 
 
+def _wide(carry: Carry) -> Carry:
+  """The carry, with what is `OverTime` in float32.
+
+  Every chunk of a document adds to the gradient of its keys, which bfloat16 would round each time.
+  A mixer casts them where it reads them.
+  """
+
+  def widen(over_time, leaf):
+    if not over_time or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      return leaf
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+  return jax.tree.map(widen, is_over_time(carry), carry)
+
+
+def _narrow(wide: Carry, carry: Carry) -> Carry:
+  """The inverse of `_wide`, in the dtypes of `carry`."""
+  return jax.tree.map(lambda leaf, of: leaf.astype(of.dtype), wide, carry)
+
+
 def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
-  """The leaves with a gradient, and the function that replaces them in the carry."""
-  leaves, structure = jax.tree.flatten(carry)
+  """The leaves with a gradient, `_wide`, and the function that replaces them in the carry."""
+  leaves, structure = jax.tree.flatten(_wide(carry))
   flows = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
   def rebuild(floats: list[Array]) -> Carry:

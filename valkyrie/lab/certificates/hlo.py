@@ -13,6 +13,8 @@ import operator
 import re
 from typing import Any, NamedTuple, TypeVar
 
+from valkyrie.models.attention.blocks import LARGER_BRANCH
+
 
 class ArrayShape(NamedTuple):
   """`bf16[8,128]{1,0:T(8,128)(2,1)S(3)}`.
@@ -200,8 +202,8 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
   """All transfers of a program, including those in its loops, usual branches and calls.
 
   `read` returns the transfer of an instruction, or None to read the computations that it calls. The
-  branch of a conditional that moves least is the usual one. A loop without a known trip count is
-  counted once.
+  branch of a conditional that moves least is the usual one, but for those in a scope LARGER_BRANCH.
+  A loop without a known trip count is counted once.
   """
 
   @functools.cache
@@ -216,8 +218,8 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
     if instruction.opcode == 'conditional':
       names = ('branch_computations', 'true_computation', 'false_computation')
       branches = map(in_computation, instruction.called(*names))
-      usual = min(branches, key=total)
-      yield from usual
+      choose = max if LARGER_BRANCH in instruction.op_name else min
+      yield from choose(branches, key=total)
       return
     transfer = read(instruction)
     if transfer is not None:

@@ -11,10 +11,12 @@ import numpy as np
 
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.attention import kernels, softmax
+from valkyrie.models.attention import blocks, document_cache, kernels, softmax
+from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import rotate
 from valkyrie.models.attention.softmax import Part
+from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
 
@@ -23,16 +25,19 @@ from valkyrie.types import Array, DType
 class FullAttention(LongformerAttention):
   """Causal attention to the whole of a document.
 
-  It carries `max_context - 1` keys from chunk to chunk, and its cost grows with them. The data
-  pipeline refuses a longer document, which the window would truncate. It accepts no pieces of time,
-  since devices would have to exchange the whole document.
+  It carries the last `max_context` keys of a row from chunk to chunk, each as it was computed, and
+  a token's cost grows with its position (see `document_cache` and `blocks`). The data pipeline
+  refuses a longer document.
 
   Without a carry, each chunk is read by itself, as trainers of plain decoders do: a document that
   the end of a chunk cuts is read as two, and no text can be continued.
 
   Attributes, besides the ones of `WindowAttention`:
     max_context: the tokens that a query sees, itself included; without a carry, the longest chunk.
+      A layout that splits time splits the keys as well, and needs a multiple of its devices.
     carried: whether keys pass from chunk to chunk.
+    slides: whether longer documents are read, too: each token sees the last `max_context` tokens.
+      It is then a window, which `LongformerAttention` reads in less memory if it is short.
   """
 
   window: PositiveInt = dataclasses.field(init=False)
@@ -41,18 +46,30 @@ class FullAttention(LongformerAttention):
   registers: NonNegativeInt = dataclasses.field(init=False, default=0)
   max_context: PositiveInt = dataclasses.field(kw_only=True)
   carried: bool = True
+  slides: bool = False
 
-  sequence_parallel: ClassVar[bool] = False
+  sequence_parallel: ClassVar[bool] = True
 
   def __post_init__(self):
     self.window = self.max_context - 1
     super().__post_init__()
+    if self.slides and not self.carried:
+      raise ConfigurationError(
+        'FullAttention.slides = True needs FullAttention.carried = True: without a carry, every '
+        'chunk is read by itself. Remove one of the two bindings.'
+      )
+    if self.kernels and self.carried:
+      raise ConfigurationError(
+        f'FullAttention.kernels={self.kernels!r}: kernels read whole chunks, and no keys of '
+        'earlier ones. Set FullAttention.kernels = None, or FullAttention.carried = False.'
+      )
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Any:
-    """An empty window, or nothing without a carry."""
+    """An empty cache, or nothing without a carry."""
     if not self.carried:
       return ()
-    return super().initial_carry(batch_size, dtype)
+    heads = self._kv_heads, self.head_width
+    return document_cache.empty_cache(batch_size, self.max_context, *heads, dtype)
 
   def forward_flops(self, width: int) -> int:
     """As `LongformerAttention`; without a carry, a token reads half of its chunk on average."""
@@ -65,15 +82,23 @@ class FullAttention(LongformerAttention):
     self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Any]:
     """Mixes a chunk; a ConfigurationError if it is longer than max_context without a carry."""
-    if self.carried:
-      return super().__call__(x, carry, positions=positions, segment_ids=segment_ids)
-    if x.shape[1] > self.max_context:
+    splits_time = bool(sequence_parallel.axes())
+    chunk = x.shape[1]
+    if splits_time:
+      chunk *= sequence_parallel.size()
+    if not self.carried and chunk > self.max_context:
       raise ConfigurationError(
-        f'A chunk has {x.shape[1]} tokens, but FullAttention.max_context={self.max_context}. '
+        f'A chunk has {chunk} tokens, but FullAttention.max_context={self.max_context}. '
         'Lower chunk_size, or raise max_context.'
       )
-    out = self._attend_in_chunk(*self._project_heads(x), segment_ids)
-    return self._project_out(out, x), ()
+    q, k, v = self._project_heads(x)
+    if self.carried or splits_time:
+      form = blocks.Form(self.max_context, self.slice_size)
+      tokens = KVCache(k, v, segment_ids)
+      out, carry = document_cache.attend(form, self._rotary, q, tokens, carry, self._dropout())
+    else:
+      out = self._attend_in_chunk(q, k, v, segment_ids)
+    return self._project_out(out, x), carry
 
   @hk.transparent
   @jax.named_scope('attention')

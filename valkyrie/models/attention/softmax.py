@@ -47,11 +47,7 @@ class Part(NamedTuple):
   @classmethod
   def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
-    batch, size, heads, width = q.shape
-    kv_heads = k.shape[2]
-    by_group = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
-    queries = jnp.einsum('bsjgk->bjgsk', by_group)
-    queries = queries.reshape(batch, kv_heads, -1, width)
+    queries = group_queries(q, k.shape[2])
     return cls(queries, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
 
 
@@ -63,8 +59,16 @@ def same_document(queries: Array, keys: Array) -> Array:
   return queries[:, :, None] == keys[:, None]
 
 
+def group_queries(q: Array, kv_heads: int) -> Array:
+  """[B, S, H, K] -> [B, J, H/J · S, K]: the layout of queries in a `Part`."""
+  batch, size, heads, width = q.shape
+  by_token = q.reshape(batch, size, kv_heads, heads // kv_heads, width)
+  by_group = jnp.einsum('bsjgk->bjgsk', by_token)
+  return by_group.reshape(batch, kv_heads, -1, width)
+
+
 def ungroup_queries(out: Array, heads: int) -> Array:
-  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of the layout of queries in a `Part`."""
+  """[B, J, H/J · S, K] -> [B, S, H, K]: the inverse of `group_queries`."""
   batch, kv_heads, queries, width = out.shape
   group = heads // kv_heads
   size = queries // group

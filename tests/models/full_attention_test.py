@@ -1,0 +1,189 @@
+"""Full attention through many chunks: its definition, its gradient, and what slides."""
+
+import functools
+
+import dense_attention
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models import slices
+from valkyrie.models.attention import blocks, document_cache
+from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.attention.kv_cache import KVCache
+from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.attention.rotary import Rotary
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+HEADS, KV_HEADS, WIDTH = 4, 2, 6
+# Documents of three rows: each within 24 tokens, in slots that are used twice; the last is one.
+ROWS = ((3, 22, 8), (9, 24), (33,))
+LONGEST = 24
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
+def few_logits(monkeypatch):
+  """Blocks of at most 5 keys, of which the last is not full."""
+  monkeypatch.setattr(slices, 'LOGITS_AT_ONCE', 5 * 4 * HEADS * len(ROWS))
+
+
+def problem(seed=0):
+  random = np.random.default_rng(seed)
+  time = sum(ROWS[0])
+  shapes = {'q': HEADS, 'k': KV_HEADS, 'v': KV_HEADS}
+  arrays = {n: random.normal(size=(len(ROWS), time, h, WIDTH)) for n, h in shapes.items()}
+  segments = np.stack([np.repeat(np.arange(len(row)) + 1, row) for row in ROWS])
+  return arrays, segments.astype(np.int32)
+
+
+def read(arrays, segments, cuts, reach=LONGEST, slice_size=4):
+  """Chunk after chunk -> (out [B, T, H, K], the cache)."""
+  form = blocks.Form(reach, slice_size)
+  dtype = arrays['q'].dtype
+  cache = document_cache.empty_cache(len(segments), reach, KV_HEADS, WIDTH, dtype)
+  attend = jax.jit(functools.partial(document_cache.attend, form, Rotary()))
+  outs = []
+  for begin, end in zip([0, *cuts], [*cuts, segments.shape[1]], strict=True):
+    q, k, v = (arrays[name][:, begin:end] for name in 'qkv')
+    out, cache = attend(q, KVCache(k, v, segments[:, begin:end]), cache)
+    outs.append(out)
+  return jnp.concatenate(outs, axis=1), cache
+
+
+def definition(arrays, segments, reach=LONGEST):
+  registers = np.zeros((2, 0, KV_HEADS, WIDTH))
+  positions = np.zeros_like(segments)
+  ones = (1,) * KV_HEADS
+  return dense_attention.causal(
+    *arrays.values(), registers, positions, segments, reach - 1, ones, 0
+  )
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.invariant(3)
+@pytest.mark.parametrize('cuts', [(), (11, 22), tuple(range(1, 33))])
+@pytest.mark.usefixtures('few_logits')
+def test_equals_the_definition_however_it_is_cut(cuts):
+  arrays, segments = problem()
+  out, _ = read(arrays, segments, cuts)
+  np.testing.assert_allclose(out, definition(arrays, segments), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures('few_logits')
+def test_the_gradient_through_all_chunks_is_that_of_the_definition():
+  """Along one direction of all inputs at once, by central differences of the definition."""
+  arrays, segments = problem()
+  direction, _ = problem(seed=1)
+  weights = np.random.default_rng(2).normal(size=arrays['q'].shape)
+
+  def moved(by):
+    return {name: x + by * direction[name] for name, x in arrays.items()}
+
+  def computed(moving):
+    return jnp.sum(read(moving, segments, (11, 22))[0] * weights)
+
+  def defined(by):
+    return np.sum(definition(moved(by), segments) * weights)
+
+  gradient = jax.grad(computed)(arrays)
+  slope = sum(np.sum(np.asarray(gradient[name]) * direction[name]) for name in arrays)
+  expected = (defined(1e-5) - defined(-1e-5)) / 2e-5
+  np.testing.assert_allclose(slope, expected, rtol=1e-8)
+
+
+@pytest.mark.invariant(4)
+def test_padding_leaves_the_cache_as_it_was():
+  arrays, segments = problem()
+  padded = np.where(np.arange(33)[None] < 22, segments, 0)
+  whole = {name: x[:, :22] for name, x in arrays.items()}
+  _, expected = read(whole, segments[:, :22], (11,))
+  _, found = read(arrays, padded, (11,))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_angles_a_million_tokens_away_are_those_of_float64():
+  at = jnp.array([[0, 1023, 1024, 123_456, 2**20 - 1]])
+  found = document_cache.angles_at(Rotary(), 2**20, 8, jnp.float32, at)
+  exact = np.asarray(at)[..., None] * Rotary().frequencies(8)
+  for table, function in zip(found, (np.cos, np.sin), strict=True):
+    assert table.dtype == jnp.float32
+    np.testing.assert_allclose(table, function(exact), atol=3e-7)
+
+
+@pytest.mark.invariant(12)
+@pytest.mark.parametrize('differentiate', [False, True])
+def test_nothing_has_the_size_of_queries_times_keys(differentiate):
+  time, context = 2**10, 2**16
+
+  def loss(q, k, v):
+    cache = document_cache.empty_cache(1, context, KV_HEADS, WIDTH, q.dtype)
+    tokens = KVCache(k, v, jnp.ones((1, time), jnp.int32))
+    form = blocks.Form(context, 128)
+    return jnp.sum(document_cache.attend(form, Rotary(), q, tokens, cache)[0])
+
+  arguments = [jnp.ones((1, time, n, WIDTH)) for n in (HEADS, KV_HEADS, KV_HEADS)]
+  f = jax.grad(loss, argnums=(0, 1, 2)) if differentiate else loss
+  sizes = list(jaxprs.sizes(jax.make_jaxpr(f)(*arguments).jaxpr))
+  assert slices.LOGITS_AT_ONCE / 2 < max(sizes) <= slices.LOGITS_AT_ONCE < time * context
+
+
+def mixer(make):
+  def f(x, carry, segments):
+    zeros = jnp.zeros_like(segments)
+    return make(heads=HEADS, kv_heads=KV_HEADS, head_width=WIDTH)(
+      x, carry, positions=zeros, segment_ids=segments
+    )
+
+  def initial_carry():
+    return make(heads=HEADS, kv_heads=KV_HEADS, head_width=WIDTH).initial_carry(3, 'float64')
+
+  return hk.without_apply_rng(hk.transform(f)), hk.transform(initial_carry).apply({}, None)
+
+
+def test_what_slides_is_a_window_of_longer_documents():
+  _, segments = problem()
+  x, weights = np.random.default_rng(0).normal(size=(2, 3, 33, 8))
+  full = mixer(functools.partial(FullAttention, max_context=10, slides=True))
+  window = mixer(functools.partial(LongformerAttention, window=9))
+  params = full[0].init(jax.random.key(0), x, full[1], segments)
+  named = {f'longformer_attention{n.removeprefix("full_attention")}': p for n, p in params.items()}
+
+  def results(of, params):
+    transformed, carry = of
+
+    @jax.jit
+    def loss(params, x):
+      ys, after = [], carry
+      for part in (slice(0, 11), slice(11, 22), slice(22, 33)):
+        y, after = transformed.apply(params, x[:, part], after, segments[:, part])
+        ys.append(y)
+      return jnp.sum(weights * jnp.concatenate(ys, axis=1))
+
+    return jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(params, x))
+
+  for found, expected in zip(results(full, params), results(window, named), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'slides': True, 'carried': False}, 'slides = True needs FullAttention.carried = True'),
+    ({'kernels': 'prefer'}, 'kernels read whole chunks, and no keys of earlier ones'),
+  ],
+)
+def test_what_has_no_meaning_is_refused(options, said):
+  with pytest.raises(ConfigurationError, match=said):
+    hk.transform(lambda: FullAttention(heads=1, head_width=8, max_context=8, **options)).apply(
+      {}, None
+    )

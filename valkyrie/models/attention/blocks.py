@@ -1,0 +1,195 @@
+"""Softmax attention to many keys, one block of keys after the other.
+
+A slice of queries reads the blocks in their order, and joins what it reads by the logarithms of the
+denominators (Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention). So memory does not grow
+with queries x keys. A block in which no query of a slice sees a key costs only its mask: packed
+documents, and a cache that is still empty, are cheap.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from valkyrie.models import slices
+from valkyrie.models.attention import softmax
+from valkyrie.models.attention.softmax import MASKED, Dropout, Part
+from valkyrie.models.precision import wide
+from valkyrie.types import Array
+
+# The scope of a conditional whose larger branch is the usual one; certificates count that one.
+LARGER_BRANCH = 'larger_branch'
+
+
+class Form(NamedTuple):
+  """A query sees a key of its document that is `reach` - 1 tokens or less before it.
+
+  S = `slice_size` queries are read at once.
+  """
+
+  reach: int
+  slice_size: int
+
+
+class Marks(NamedTuple):
+  """The documents of tokens, and their places in the row from any origin: int32 [B, N] each."""
+
+  segment_ids: Array
+  places: Array
+
+
+class Keys(NamedTuple):
+  """Keys and values [B, N, J, K], and what is known of their tokens."""
+
+  k: Array
+  v: Array
+  marks: Any  # None in a cotangent
+
+
+class _Block(NamedTuple):
+  number: Array
+  keys: Array  # [B, J, size, K]
+  values: Array
+  marks: Marks
+
+
+class _Slice(NamedTuple):
+  number: Array
+  q: Array  # [B, J, H/J · S, K]
+  marks: Marks
+
+
+def attend(
+  form: Form, q: Array, queries: Marks, keys: Keys, dropout: Dropout | None
+) -> tuple[Array, Array]:
+  """Attention of q [B, T, H, K] to the keys; q is scaled, and both are rotated.
+
+  Returns:
+    (out [B, T, H, K], the logarithm of the softmax's denominator [B, T, H, 1]), both wide. For a
+    query that sees no key the first is finite and meaningless, and the second is about `MASKED`.
+  """
+  return _attend(form, q, queries, keys, dropout)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(form, *arrays):
+  results, _ = _forward(form, *arrays)
+  return results
+
+
+def _forward(form, q, queries, keys, dropout):
+  blocks = _blocks_of(form, q, keys)
+  read = functools.partial(_read_blocks, form, blocks, dropout)
+  out, log_total = lax.map(read, _slices_of(form, q, keys, queries))
+  out = checkpoint_name(out, 'attention')
+  log_total = checkpoint_name(log_total, 'attention')
+  joined = _joined(out, q), _joined(log_total, q)
+  return joined, (q, queries, keys, dropout, out, log_total)
+
+
+def _backward(form, residuals, gradients):
+  q, queries, keys, dropout, *results = residuals
+  blocks = _blocks_of(form, q, keys)
+  by_slice = (_grouped(form, gradient, keys) for gradient in gradients)
+  dtype = wide(q.dtype)
+  nothing = jnp.zeros(blocks.keys.shape, dtype)
+
+  def of_slice(sums, given):
+    one, of_forward, of_results = given
+
+    def of_block(d_q, given):
+      block, *so_far = given
+      mask = _visible(form, one.marks, block.marks)
+      part = Part(one.q, block.keys, block.values, mask)
+      draws = _draws(dropout, one, block)
+
+      def add(sums):
+        (more,), _ = softmax.attend_backward(((part,), draws, *of_forward), of_results)
+        return tuple(x + y.astype(dtype) for x, y in zip(sums, more[:3], strict=True))
+
+      d_q, *d_block = _if_any(mask, add, (d_q, *so_far))
+      return d_q, d_block
+
+    d_q, sums = lax.scan(of_block, jnp.zeros(one.q.shape, dtype), (blocks, *sums))
+    return sums, d_q
+
+  inputs = _slices_of(form, q, keys, queries), tuple(results), tuple(by_slice)
+  d_blocks, d_q = lax.scan(of_slice, [nothing, nothing], inputs)
+  d_k, d_v = (slices.join(jnp.swapaxes(x, 2, 3), keys.k.shape[1]) for x in d_blocks)
+  d_keys = Keys(d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype), None)
+  return _joined(d_q, q).astype(q.dtype), None, d_keys, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slice) -> Any:
+  """A slice of queries over all blocks -> (out, the logarithm of the denominator)."""
+
+  def read(so_far, block):
+    mask = _visible(form, one.marks, block.marks)
+    part = Part(one.q, block.keys, block.values, mask)
+    draws = _draws(dropout, one, block)
+
+    def join(so_far):
+      out, log_total = so_far
+      more, log_more = softmax.attend((part,), draws)
+      log_both = jnp.logaddexp(log_total, log_more)
+      both = jnp.exp(log_total - log_both) * out + jnp.exp(log_more - log_both) * more
+      return both, log_both
+
+    return _if_any(mask, join, so_far), None
+
+  dtype = wide(one.q.dtype)
+  nothing = jnp.zeros(one.q.shape, dtype), jnp.full((*one.q.shape[:3], 1), MASKED, dtype)
+  so_far, _ = lax.scan(read, nothing, blocks)
+  return so_far
+
+
+def _if_any(mask: Array, add: Any, so_far: Any) -> Any:
+  """`add` of what was read so far, if a query sees a key."""
+  with jax.named_scope(LARGER_BRANCH):
+    return lax.cond(jnp.any(mask), add, lambda unchanged: unchanged, so_far)
+
+
+def _visible(form: Form, queries: Marks, keys: Marks) -> Array:
+  distance = queries.places[:, :, None] - keys.places[:, None]
+  inside = (distance >= 0) & (distance < form.reach)
+  return inside & softmax.same_document(queries.segment_ids, keys.segment_ids)
+
+
+def _draws(dropout: Dropout | None, one: _Slice, block: _Block) -> Dropout | None:
+  return dropout and dropout.of(one.number).of(block.number)
+
+
+def _slice_size(form: Form, q: Array) -> int:
+  return min(form.slice_size, q.shape[1])
+
+
+def _blocks_of(form: Form, q: Array, keys: Keys) -> _Block:
+  batch, _, heads, _ = q.shape
+  most = max(1, slices.LOGITS_AT_ONCE // (batch * heads * _slice_size(form, q)))
+  count = -(-keys.k.shape[1] // most)
+  size = -(-keys.k.shape[1] // count)
+  k, v, marks = jax.tree.map(lambda x: slices.cut(x, size), keys)
+  return _Block(jnp.arange(count), jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), marks)
+
+
+def _slices_of(form: Form, q: Array, keys: Keys, queries: Marks) -> _Slice:
+  marks = jax.tree.map(lambda x: slices.cut(x, _slice_size(form, q)), queries)
+  return _Slice(jnp.arange(len(marks.places)), _grouped(form, q, keys), marks)
+
+
+def _grouped(form: Form, x: Array, keys: Keys) -> Array:
+  """[B, T, H, ...] -> slices [N, B, J, H/J · S, ...]."""
+  group = functools.partial(softmax.group_queries, kv_heads=keys.k.shape[2])
+  return jax.vmap(group)(slices.cut(x, _slice_size(form, x)))
+
+
+def _joined(x: Array, q: Array) -> Array:
+  """The inverse of `_grouped`, for the heads and the tokens of q."""
+  by_slice = jax.vmap(functools.partial(softmax.ungroup_queries, heads=q.shape[2]))(x)
+  return slices.join(by_slice, q.shape[1])

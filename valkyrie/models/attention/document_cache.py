@@ -1,0 +1,170 @@
+"""The keys and values of a document, in slots that the devices of a chunk share.
+
+Token number t of a row, without padding, has slot t modulo the number of slots: a ring, in which
+each token replaces the oldest one. So no key moves, and the carry is the same under every layout.
+Under sequence parallelism each device holds a run of the slots. The keys are many, so the queries
+of a chunk go to them: every device reads all queries of the chunk with the keys that it holds, its
+slots and its own piece, and the results are added where the queries came from. These messages grow
+with the chunk, and not with the document.
+
+Keys are carried unrotated, and rotated by their places before the chunk, so that no angle grows
+with a document.
+"""
+
+import functools
+from typing import NamedTuple, TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models.attention import blocks
+from valkyrie.models.attention.blocks import Keys, Marks
+from valkyrie.models.attention.kv_cache import KVCache
+from valkyrie.models.attention.rotary import Rotary, rotate
+from valkyrie.models.attention.softmax import Dropout
+from valkyrie.models.precision import wide
+from valkyrie.sharding import messages, sequence_parallel
+from valkyrie.sharding.sequence_parallel import OverTime
+from valkyrie.types import Array, DType
+
+T = TypeVar('T')
+
+_TABLE = 1024  # the places of a table of angles; two tables give all angles
+
+
+class DocumentCache(NamedTuple):
+  """The last tokens of a row, and the slot int32 [B] of its next token."""
+
+  slots: OverTime  # of a KVCache
+  following: Array
+
+
+def empty_cache(
+  batch_size: int, slots: int, kv_heads: int, head_width: int, dtype: DType
+) -> DocumentCache:
+  """The cache before a row's first token."""
+  zeros = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
+  tokens = KVCache(zeros, zeros, jnp.zeros((batch_size, slots), jnp.int32))
+  return DocumentCache(OverTime(tokens), jnp.zeros((batch_size,), jnp.int32))
+
+
+@jax.named_scope('attention')
+def attend(
+  form: blocks.Form,
+  rotary: Rotary,
+  q: Array,
+  tokens: KVCache,
+  cache: DocumentCache | tuple[()],
+  dropout: Dropout | None = None,
+) -> tuple[Array, DocumentCache | tuple[()]]:
+  """Causal attention of a token to its document, in the cache and in the chunk.
+
+  Args:
+    q: [B, T, H, K], unrotated; of this device's piece, as the tokens.
+    tokens: the keys and values of the queries' tokens.
+    cache: of the chunk before; () for chunks that are read alone.
+
+  Returns:
+    (out [B, T, H, K], the cache after the last token that is not padding).
+  """
+  devices, device = _place()
+  slots = 0
+  if cache:
+    slots = cache.slots.content.segment_ids.shape[1] * devices
+  # Places count from the oldest token that the slots can hold.
+  time, _, width = q.shape[1:]
+  piece = slots + device * time + jnp.arange(time)[None]
+  marks = Marks(tokens.segment_ids, jnp.broadcast_to(piece, tokens.segment_ids.shape))
+  turned = functools.partial(_turned, rotary, slots + devices * time)
+  queries = _of_chunk((turned(q * width**-0.5, piece), marks))
+  keys = Keys(turned(tokens.keys, piece), tokens.values, marks)
+  after = ()
+  if cache:
+    held = cache.slots.content
+    number = device * held.segment_ids.shape[1] + jnp.arange(held.segment_ids.shape[1])[None]
+    following = cache.following
+    if sequence_parallel.axes():  # the carry of the first device counts
+      following = sequence_parallel.broadcast_from(following, sequence_parallel.index() == 0)
+    places = (number - following[:, None]) % slots
+    old_keys, old_values = (x.astype(q.dtype) for x in (held.keys, held.values))
+    marks = Marks(held.segment_ids, places)
+    before = Keys(turned(old_keys, places), old_values, marks)
+    keys = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), before, keys)
+    after = _advanced(held, tokens, following, number[0, 0], slots)
+  out, log_total = blocks.attend(form, *queries, keys, dropout)
+  return _over_devices(out, log_total).astype(q.dtype), after
+
+
+def _place() -> tuple[int, Array | int]:
+  """(how many devices share a chunk, the number of this one)."""
+  if not sequence_parallel.axes():
+    return 1, 0
+  return sequence_parallel.size(), sequence_parallel.index()
+
+
+def _of_chunk(tree: T) -> T:
+  """The arrays of all pieces of the chunk, joined along time."""
+  axes = sequence_parallel.axes()
+  if not axes:
+    return tree
+  return jax.tree.map(lambda x: messages.all_gather(x, axes, 1), tree)
+
+
+def _over_devices(out: Array, log_total: Array) -> Array:
+  """The softmax over the keys of all devices, for the queries of this device's piece."""
+  axes = sequence_parallel.axes()
+  if not axes:
+    return out
+  largest = lax.pmax(lax.stop_gradient(log_total), axes)
+  share = jnp.exp(log_total - largest)
+  total = messages.reduce_scatter(share, axes, 1)
+  return messages.reduce_scatter(share * out, axes, 1) / total
+
+
+def _advanced(
+  held: KVCache, tokens: KVCache, following: Array, first: Array, slots: int
+) -> DocumentCache:
+  """The cache after the chunk, of which this device holds the slots from `first`."""
+  size = held.segment_ids.shape[1]
+  chunk = _of_chunk(tokens)
+  length = jnp.sum(chunk.segment_ids > 0, axis=1, dtype=jnp.int32)[:, None]
+  token = np.arange(chunk.segment_ids.shape[1], dtype=np.int32)[None]
+  at = (following[:, None] + token) % slots - first
+  kept = (token < length) & (token >= length - slots) & (at >= 0) & (at < size)
+  at = jnp.where(kept, at, size + token)  # beyond the end, and different
+
+  def write(old, new):
+    def of_row(old, new, at):
+      return old.at[at].set(new.astype(old.dtype), mode='drop', unique_indices=True)
+
+    return jax.vmap(of_row)(old, new, at)
+
+  after = jax.tree.map(write, held, chunk)
+  return DocumentCache(OverTime(after), (following + length[:, 0]) % slots)
+
+
+def _turned(rotary: Rotary, most: int, x: Array, places: Array) -> Array:
+  """x [B, N, ..., K], rotated by places int32 [B, N], or [1, N], below `most`."""
+  return rotate(x, *angles_at(rotary, most, x.shape[-1], x.dtype, places))
+
+
+def angles_at(
+  rotary: Rotary, most: int, width: int, dtype: DType, places: Array
+) -> tuple[Array, Array]:
+  """cos and sin [B, N, K/2] at these places, each below `most`.
+
+  From two tables in float64: an angle of a product in float32 would be wrong by 0.06 at a million.
+  """
+  coarse, fine = jnp.divmod(places, _TABLE)
+
+  def rows(table, at):
+    return jnp.asarray(table, wide(dtype))[at]
+
+  tables = rotary.angles(-(-most // _TABLE), width, _TABLE)
+  coarse_cos, coarse_sin = (rows(table, coarse) for table in tables)
+  fine_cos, fine_sin = (rows(table, fine) for table in rotary.angles(_TABLE, width))
+  cos = coarse_cos * fine_cos - coarse_sin * fine_sin
+  sin = coarse_sin * fine_cos + coarse_cos * fine_sin
+  return cos, sin
