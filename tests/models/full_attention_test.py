@@ -6,17 +6,20 @@ import dense_attention
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 import jaxprs
 import numpy as np
 import pytest
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.certificates import collectives, hlo, work
 from valkyrie.models import slices
 from valkyrie.models.attention import blocks, document_cache
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
+from valkyrie.sharding import ambient, sequence_parallel
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
@@ -135,6 +138,41 @@ def test_nothing_has_the_size_of_queries_times_keys(differentiate):
   f = jax.grad(loss, argnums=(0, 1, 2)) if differentiate else loss
   sizes = list(jaxprs.sizes(jax.make_jaxpr(f)(*arguments).jaxpr))
   assert slices.LOGITS_AT_ONCE / 2 < max(sizes) <= slices.LOGITS_AT_ONCE < time * context
+
+
+@pytest.mark.invariant(12)
+def test_over_devices_the_messages_do_not_grow_with_the_keys():
+  """And a certificate counts the products of every block, though a block can be left out."""
+  time, devices = 64, 8
+
+  def work_of(slots):
+    def body(q, k, v, segments, cache):
+      with ambient.within(time=('t',)):
+        form = blocks.Form(slots, 16)
+        return document_cache.attend(form, Rotary(), q, KVCache(k, v, segments), cache)
+
+    cache = document_cache.empty_cache(1, slots, KV_HEADS, WIDTH, 'float32')
+    arrays = [jnp.ones((1, time, heads, WIDTH), 'float32') for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    over_time = jax.tree.map(
+      lambda shared: PartitionSpec(None, 't') if shared else PartitionSpec(),
+      sequence_parallel.is_over_time(cache),
+    )
+    pieces = PartitionSpec(None, 't')
+    step = jax.shard_map(
+      body,
+      mesh=Mesh(np.array(jax.devices()), ('t',)),
+      in_specs=(pieces, pieces, pieces, pieces, over_time),
+      out_specs=(pieces, over_time),
+      check_vma=False,
+    )
+    compiled = jax.jit(step).lower(*arrays, jnp.ones((1, time), jnp.int32), cache).compile()
+    program = hlo.parse(compiled.as_text())
+    flops = sum(one.flops * one.times for one in work.list_work(program))
+    assert flops == 4 * time * (slots + time) // devices * HEADS * WIDTH
+    return collectives.by_kind(collectives.list_collectives(program))
+
+  messages = work_of(64)
+  assert messages == work_of(1024) and sum(messages.values()) > 0
 
 
 def mixer(make):
