@@ -223,7 +223,8 @@ class Reader:
     if longest is not None and tokens > longest:
       raise ConfigurationError(
         f'The text of {tokens} tokens, with those to be generated, exceeds the {longest} that '
-        'this model can read (FullAttention.max_context). Shorten it.'
+        'this model can read (FullAttention.max_context). Shorten it, or let each token see the '
+        'last tokens by FullAttention.slides = True.'
       )
 
   def apply(

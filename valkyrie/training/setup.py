@@ -370,8 +370,9 @@ def check_documents(model: Model, feed: TaskFeed) -> None:
     raise DataError(
       f'The longest document has {feed.longest:,} tokens, but the model sees at most {sees:,} '
       '(FullAttention.max_context). Cut documents with text_cut = BYTES of gin/data/text.gin, let '
-      'each chunk be read alone by FullAttention.carried = False, or use LongformerAttention. If '
-      'TaskFeed.pass_carry joins documents, set it to 0.'
+      'each token see its last tokens by FullAttention.slides = True, let each chunk be read alone '
+      'by FullAttention.carried = False, or use LongformerAttention. If TaskFeed.pass_carry joins '
+      'documents, set it to 0.'
     )
 
 
