@@ -430,10 +430,8 @@ def test_the_description_of_a_model():
   assert built('hybrid')[0].about.max_context is None
   assert built('s5')[0].about.window == 0
   assert built('hybrid')[0].about.needs_whole_rows == ()
-  assert tiny.model((full, tiny.s5, full, Noise)).about.needs_whole_rows == (
-    'FullAttention',
-    'Noise',
-  )
+  assert tiny.model((Noise, tiny.s5, full, Noise)).about.needs_whole_rows == ('Noise',)
+  assert tiny.model((functools.partial(full, slides=True),)).about.max_context is None
   assert tiny.model(insert=tiny.planner).about.needs_whole_rows == ('Planner',)
   # Every matrix costs two operations a weight and token; what attention reads comes on top.
   model, params, _ = built('attention')
