@@ -58,6 +58,28 @@ def test_rooms_import_in_one_direction():
   assert stated == floors
 
 
+def test_the_drawing_has_the_nearest_rooms_that_each_room_imports():
+  below = {}
+  for upper, lower in arrows():
+    below.setdefault(upper, set()).add(lower)
+
+  def all_below(name):
+    lower = below.get(name, set())
+    return lower.union(*(all_below(other) for other in lower))
+
+  nearest = {}
+  for name, lower in below.items():
+    farther = set().union(*(all_below(other) for other in lower))
+    nearest[name] = lower - farther
+  page = (ROOT / 'docs' / 'design.md').read_text()
+  drawing = page.partition('    floor  spine')[2].partition('\n\n')[0]
+  drawn = {
+    name: {*rooms.split(', ')}
+    for name, rooms in re.findall(r'([\w/]+) -> ([\w/]+(?:, [\w/]+)*)', drawing)
+  }
+  assert drawn == nearest
+
+
 def named_modules(file):
   """What a file imports, anywhere in it, also by a call with the name of a module."""
   for node in ast.walk(ast.parse(file.read_text())):
