@@ -240,6 +240,34 @@ def test_what_is_no_file_among_the_lines_of_a_run_prevents_no_save(run):
   assert present(run)[-1] == '4'
 
 
+def test_the_lines_before_a_step_are_on_disk_before_it_is_valid(run, monkeypatch):
+  events = []
+  move = owned.move
+
+  def moved(place, target):
+    events.append(target.name)
+    return move(place, target)
+
+  monkeypatch.setattr(owned, 'move', moved)
+  monkeypatch.setattr(steps, 'sync', lambda path: events.append(path.name))
+  (run / 'eval').mkdir()
+  for name in ('metrics.jsonl', 'refused_steps.jsonl', 'eval/metrics.jsonl'):
+    (run / name).write_text('{}\n')
+  with Checkpoints().open(run) as checkpoints:
+    checkpoints.save(4, {'w': jnp.ones(3)}, {})
+  before = [name for name in events[: events.index('4')] if name.endswith('.jsonl')]
+  assert sorted(before) == ['metrics.jsonl', 'metrics.jsonl', 'refused_steps.jsonl']
+
+
+def test_a_process_that_sees_other_files_than_process_0_is_refused(run, monkeypatch):
+  def exchange(name, value):
+    return [[3, 'a trainer elsewhere'], value]
+
+  monkeypatch.setattr(manager.processes, 'exchange', exchange)
+  with pytest.raises(StorageError, match='does not see the files of process 0'):
+    Checkpoints().open(run)
+
+
 def test_a_step_of_another_owner_stays(run, monkeypatch):
   said, rename = [], os.rename
 

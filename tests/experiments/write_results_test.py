@@ -51,3 +51,13 @@ def test_pages_name_experiments_that_exist():
   names = {name for text in texts for name in re.findall(r'bash scripts/experiment (\w+)', text)}
   assert len(names) > 10
   assert {f'{name}.py' for name in names} <= {path.name for path in EXPERIMENTS.glob('*.py')}
+
+
+def test_every_table_stands_in_a_section_that_says_where_it_comes_from():
+  command = re.compile(r'bash scripts/|python -m valkyrie|scripts/compare|scripts/experiment')
+  without = re.compile(r'^#+ (Recipes|By count|Layouts by count|Beside what others publish)$', re.M)
+  folder = EXPERIMENTS.parents[1] / 'docs' / 'results'
+  for page in folder.glob('*.md'):
+    for section in re.split(r'^(?=##+ )', page.read_text(), flags=re.M):
+      if '\n| ---' in section and not without.match(section):
+        assert command.search(section), f'{page.name}: {section.splitlines()[0]}'
