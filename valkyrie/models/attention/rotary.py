@@ -23,8 +23,8 @@ class Rotary:
 
   Attributes:
     base: pair number i of R/2 turns by base^(-2i / R) radians a token. Llama 3 has 500,000.
-    share: R / K, of the first channels of a head, which turn; the others tell no position. Qwen3.5
-      has 0.25; 0 is no rotary.
+    share: R / K, of the first channels of a head, which turn, in whole pairs; the others tell no
+      position. Qwen3.5 has 0.25; 0 is no rotary.
     factor: how much more slowly the slowest pairs turn, to read longer documents than in training
       (Llama 3.1, rope_type 'llama3'); 1 for none.
     original_context: tokens of the documents in training.
