@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures('quick_compiler')
 
-HEADS, KV_HEADS, HEAD_WIDTH, WINDOW, WIDTH = 4, 2, 12, 3, 10
+HEADS, KV_HEADS, HEAD_WIDTH, WINDOW, CONTEXT, WIDTH = 4, 2, 12, 3, 16, 10
 BASE = 7.0
-SIZES = {'heads': HEADS, 'kv_heads': KV_HEADS, 'head_width': HEAD_WIDTH, 'window': WINDOW}
+HEADS_OF = {'heads': HEADS, 'kv_heads': KV_HEADS, 'head_width': HEAD_WIDTH, 'slice_size': 2}
+windowed = functools.partial(LongformerAttention, window=WINDOW, **HEADS_OF)
+full = functools.partial(FullAttention, max_context=CONTEXT, **HEADS_OF)
 
 
 def rms(x):
@@ -33,13 +36,14 @@ def turned(x, position, channels):
   return np.concatenate([real, imaginary, rest], axis=1)
 
 
-def by_token(params, x, positions, channels, norm):
+def by_token(params, x, positions, reach, channels, norm):
   """The equations, for one token and row at a time."""
-  own = params['longformer_attention']
+  (own,) = (part for part in params.values() if 'query' in part)
+  scales = {name.rpartition('/')[2]: part for name, part in params.items() if 'scale' in part}
   y = np.zeros_like(x)
   for row, t in np.ndindex(x.shape[:2]):
     scores, values = [], []
-    for s in range(max(t - min(positions[row, t], WINDOW), 0), t + 1):
+    for s in range(max(t - min(positions[row, t], reach), 0), t + 1):
       q, k = x[row, t] @ own['query'], x[row, s] @ own['key']
       if norm == 'whole':
         q, k = rms(q), rms(k)
@@ -47,8 +51,8 @@ def by_token(params, x, positions, channels, norm):
       if norm is True:
         q, k = rms(q), rms(k)
       if norm:
-        q = q * params['longformer_attention/query_norm']['scale'].reshape(-1, HEAD_WIDTH)
-        k = k * params['longformer_attention/key_norm']['scale'].reshape(-1, HEAD_WIDTH)
+        q = q * scales['query_norm']['scale'].reshape(-1, HEAD_WIDTH)
+        k = k * scales['key_norm']['scale'].reshape(-1, HEAD_WIDTH)
       q, k = turned(q, t, channels), turned(k, s, channels)
       by_head = np.repeat(k, HEADS // KV_HEADS, axis=0)
       scores.append(np.sum(q * by_head, axis=1) / np.sqrt(HEAD_WIDTH))
@@ -62,13 +66,17 @@ def by_token(params, x, positions, channels, norm):
 
 
 @pytest.mark.parametrize(
-  ('share', 'channels', 'norm'), [(0.5, 6, 'whole'), (0.4, 4, True), (0.0, 0, False)]
+  ('make', 'reach', 'share', 'channels', 'norm'),
+  [
+    (windowed, WINDOW, 0.5, 6, 'whole'),
+    (full, CONTEXT, 0.4, 4, True),
+    (full, CONTEXT, 0.0, 0, 'whole'),
+  ],
 )
-def test_values_are_those_of_the_equations_whole_and_in_chunks(share, channels, norm):
+def test_values_are_those_of_the_equations_whole_and_in_chunks(make, reach, share, channels, norm):
   def mix(x, carry, positions, segment_ids):
     rotary = functools.partial(Rotary, base=BASE, share=share)
-    options = {'rotary': rotary, 'query_key_norm': norm, 'output_gate': True, 'slice_size': 2}
-    mixer = LongformerAttention(**SIZES, **options)
+    mixer = make(rotary=rotary, query_key_norm=norm, output_gate=True)
     if carry is None:
       carry = mixer.initial_carry(len(x), x.dtype)
     return mixer(x, carry, positions=positions, segment_ids=segment_ids)
@@ -85,13 +93,14 @@ def test_values_are_those_of_the_equations_whole_and_in_chunks(share, channels, 
     whole, _ = apply(params, x, None, positions, segment_ids)
     first, carry = apply(params, x[:, :5], None, positions[:, :5], segment_ids[:, :5])
     second, _ = apply(params, x[:, 5:], carry, positions[:, 5:], segment_ids[:, 5:])
-  np.testing.assert_allclose(whole, by_token(params, x, positions, channels, norm), atol=1e-11)
+  expected = by_token(params, x, positions, reach, channels, norm)
+  np.testing.assert_allclose(whole, expected, atol=1e-11)
   np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole, atol=1e-12)
 
 
 def test_a_gate_counts_as_one_more_projection():
   def flops(gate):
-    return LongformerAttention(**SIZES, output_gate=gate).forward_flops(WIDTH)
+    return windowed(output_gate=gate).forward_flops(WIDTH)
 
   counted = hk.transform(lambda: flops(True) - flops(False)).apply({}, None)
   assert counted == 2 * WIDTH * HEADS * HEAD_WIDTH
@@ -99,4 +108,4 @@ def test_a_gate_counts_as_one_more_projection():
 
 def test_forms_that_cannot_be_are_refused():
   with pytest.raises(ConfigurationError, match="query_key_norm='each' is unknown"):
-    hk.transform(lambda: LongformerAttention(**SIZES, query_key_norm='each')).init(None)
+    hk.transform(lambda: windowed(query_key_norm='each')).init(None)
