@@ -86,6 +86,8 @@ class SequenceMixer(Protocol):
   def initial_carry(self, batch_size: int, dtype: DType) -> Carry:
     """The carry at a document start: pure, no parameters, every leaf [B, ...].
 
+    What has a slot for each token of a document is `sharding.sequence_parallel.OverTime`, which
+    devices share.
     `dtype` is the compute dtype; the state of a recurrence is float32 or wider.
     """
     ...
