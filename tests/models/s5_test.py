@@ -285,7 +285,7 @@ def test_dtypes_under_bfloat16():
     p['log_step'],
   )
   discrete = state_space.discretized(system, method='zoh')
-  before, after = state_space.read(
+  before, after = state_space.read_chunk(
     system, discrete, u, zero(1), positions == 0, jnp.array([9]), form='sequential'
   )
   of_float32 = (params, carry, discrete, before, after)

@@ -59,7 +59,7 @@ def run(
   discrete = state_space.discretized(
     system, method=method, step_rescale=step_rescale, clip_eigenvalues=clip
   )
-  return state_space.read(
+  return state_space.read_chunk(
     system._replace(b=Matrix(system.b), c=Matrix(system.c)),
     discrete,
     u,

@@ -7,6 +7,7 @@ the product with the matrix. So a module multiplies by a matrix without asking f
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -81,7 +82,8 @@ class Matrix:
     stored = [_stored(group) for group in groups]
 
     def product(x, stored):
-      y = matmul(x, jnp.concatenate(stored, axis=1), dtype)
+      side_by_side = jnp.concatenate(stored, axis=1)
+      y = matmul(x, side_by_side, dtype)
       return split_columns(y, stored)
 
     return split_product(product, x, stored, axes)
@@ -95,7 +97,8 @@ class _Changed(Matrix):
   def adjust(self, x, y, axes=(None, None), *, layout=ROWS, scale=unchanged):
     """See `Matrix.adjust`."""
     rows = layout.results(y)
-    changed = self._change(layout.inputs(x), rows, axes, scale)
+    inputs = layout.inputs(x)
+    changed = self._change(inputs, rows, axes, scale)
     return layout.from_rows(changed)
 
   def _change(self, x: Array, y: Array, axes: Axes, scale: Callable[[Array], Array]) -> Array:
@@ -115,12 +118,14 @@ class Adapted(_Changed):
     return wide(dtype)
 
   def _change(self, x, y, axes, scale):
-    low = split_product(matmul, x, self.down, (axes[0], None))
+    axis_in, axis_out = axes
+    low = split_product(matmul, x, self.down, (axis_in, None))
 
     def outwards(low, up):
       return matmul(low, up, y.dtype)
 
-    return y + scale(split_product(outwards, low, self.up, (None, axes[1])))
+    adaptation = split_product(outwards, low, self.up, (None, axis_out))
+    return y + scale(adaptation)
 
 
 class Masks(NamedTuple):
@@ -145,16 +150,22 @@ class Decomposed(_Changed):
     if self.masks is None:
       return y
     components, delta, route = self.masks
+    axis_in, axis_out = axes
+    v_axes = (axis_in, component_axis(axis_in))
+    u_axes = (component_axis(axis_out), axis_out)
     delta = delta[..., None].astype(y.dtype)
 
     def outwards(inner, u):
       return matmul(inner, u, y.dtype)
 
-    inner = split_product(matmul, x, self.v, (axes[0], component_axis(axes[0])))
+    inner = split_product(matmul, x, self.v, v_axes)
     # ((x V) m) U + d (x W - (x V) U) with one product by U.
-    inner = inner * (components - delta).astype(inner.dtype)
-    low = split_product(outwards, inner, self.u, (component_axis(axes[1]), axes[1]))
-    return jnp.where(route[..., None], delta * y + scale(low), y)
+    factor = components - delta
+    inner = inner * factor.astype(inner.dtype)
+    low = split_product(outwards, inner, self.u, u_axes)
+    is_masked = route[..., None]
+    masked = delta * y + scale(low)
+    return jnp.where(is_masked, masked, y)
 
 
 def component_axis(other: str | None) -> str:
@@ -187,37 +198,43 @@ def products(
   of the weights, by which `split_product` splits their product.
   """
   groups = [_matrices(entry) for entry in weights]
-  matrices = [w for group in groups for w in group]
+  matrices = list(itertools.chain.from_iterable(groups))
   dtype: DType = x.dtype
   if out_dtype is not None:
     dtype = out_dtype
-  sum_dtype = jnp.result_type(*(w.sum_dtype(dtype) for w in matrices))
+  sum_dtypes = [w.sum_dtype(dtype) for w in matrices]
+  sum_dtype = jnp.result_type(*sum_dtypes)
   # The matrices of one module are of one kind, or are stored alike.
   results = matrices[0].multiply(x, groups, axes, sum_dtype)
   if not any(w.is_changed for w in matrices):
     return results
 
   def adjusted(group, y):
-    pairs = zip(group, split_columns(y, group), strict=True)
+    columns = split_columns(y, group)
+    pairs = zip(group, columns, strict=True)
     parts = [w.adjust(x, part, axes) for w, part in pairs]
-    return _joined(parts, axis=-1).astype(dtype)
+    joined = _joined(parts, axis=-1)
+    return joined.astype(dtype)
 
   return [adjusted(group, y) for group, y in zip(groups, results, strict=True)]
 
 
 def _matrices(entry: Group) -> list[Matrix]:
-  members = entry if isinstance(entry, Sequence) else [entry]
-  return [as_matrix(w) for w in members]
+  if isinstance(entry, Sequence):
+    return [as_matrix(w) for w in entry]
+  return [as_matrix(entry)]
 
 
 def split_columns(y: Array, weights: Sequence[Any]) -> list[Array]:
   """The columns of a product with matrices side by side, for each of the matrices."""
   widths = [w.shape[1] for w in weights]
-  return jnp.split(y, np.cumsum(widths)[:-1], axis=-1)
+  ends = np.cumsum(widths)
+  return jnp.split(y, ends[:-1], axis=-1)
 
 
 def _stored(group: Sequence[Matrix]) -> Array:
-  return _joined([w.whole for w in group], axis=1)
+  arrays = [w.whole for w in group]
+  return _joined(arrays, axis=1)
 
 
 def _joined(parts: Sequence[Array], axis: int) -> Array:

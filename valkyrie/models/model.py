@@ -41,8 +41,8 @@ class Model(NamedTuple):
     self, params: Params, carry: Carry, batch: Batch, *options: Any, **named: Any
   ) -> tuple[Features, Carry]:
     """`apply` to a batch."""
-    where = batch.inputs, batch.positions, batch.segment_ids
-    return self.apply(params, carry, *where, *options, **named)
+    tokens = (batch.inputs, batch.positions, batch.segment_ids)
+    return self.apply(params, carry, *tokens, *options, **named)
 
   def without_insert(self) -> 'Model':
     """This model, whose insert takes no part: its carry is reset, and its parameters rest."""
@@ -64,33 +64,44 @@ class Model(NamedTuple):
     known = self.parameters()
     taken = [module for module in parameters() if module in known or is_of_model(module)]
     if taken:
+      names = ', '.join(taken)
       raise ConfigurationError(
-        f'{name} adds modules to the model whose names are taken: {", ".join(taken)}. Give them '
+        f'{name} adds modules to the model whose names are taken: {names}. Give them '
         "other names, which do not begin with 'model/'."
       )
 
-    def carries(batch_size):
+    def all_carries(batch_size):
       carry = {**self.initial_carry(batch_size)}
       if initial_carry is not None:
         carry[name] = initial_carry(batch_size)
       return carry
 
-    def both(rng, batch_size):
-      own = jax.random.fold_in(rng, zlib.crc32(name.encode()))
-      return {**self.init(rng, batch_size)[0], **init(own)}, carries(batch_size)
+    def init_all(rng, batch_size):
+      params, _ = self.init(rng, batch_size)
+      seed = zlib.crc32(name.encode())
+      further = init(jax.random.fold_in(rng, seed))
+      carry = all_carries(batch_size)
+      return {**params, **further}, carry
 
-    return self._replace(
-      init=both, initial_carry=carries, parameters=lambda: {**self.parameters(), **parameters()}
-    )
+    def all_parameters():
+      return {**self.parameters(), **parameters()}
+
+    return self._replace(init=init_all, initial_carry=all_carries, parameters=all_parameters)
 
   def sharing(self, arrays: Params) -> 'Model':
     """This model, with arrays among its parameters that every device has whole; see `extended`."""
 
     def declared(leaf):
-      return Parameter(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (None,) * leaf.ndim, None)
+      shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+      axes = (None,) * leaf.ndim
+      return Parameter(shape, axes, None)
 
     shared = jax.tree.map(declared, arrays)
-    return self._replace(parameters=lambda: {**self.parameters(), **shared})
+
+    def parameters():
+      return {**self.parameters(), **shared}
+
+    return self._replace(parameters=parameters)
 
   def own(self, params: Params) -> Params:
     """The parameters of this model among a run's, whose objective may add others."""
@@ -100,7 +111,9 @@ class Model(NamedTuple):
     """The parameters in the dtypes to which every use casts them; `apply` computes the same."""
 
     def cast(_, declared, leaf):
-      return leaf if declared.cast is None else leaf.astype(declared.cast)
+      if declared.cast is None:
+        return leaf
+      return leaf.astype(declared.cast)
 
     return self._each(cast, params)
 
@@ -109,13 +122,14 @@ class Model(NamedTuple):
     insert = self.about.insert
 
     def kind(path, declared, _):
-      shape, axes = declared[:2]
+      axes = declared.axes
       stacked = int('layers/' in path)
       if axes is not None:
         stacked = axes.count('layers')
       others = {'vocabulary', 'ngrams', FIRST_CARRY}  # a vector for each token, or a state
       is_other = axes is not None and not others.isdisjoint(axes)
-      is_matrix = len(shape.shape) - stacked > 1 and not is_other
+      dimensions = len(declared.shape.shape) - stacked
+      is_matrix = dimensions > 1 and not is_other
       if insert is None or not path.startswith(f'{insert}/'):
         return Kind(is_matrix, stacked)
       _, _, name = insert.rpartition('/')
@@ -127,10 +141,11 @@ class Model(NamedTuple):
     """How many numbers each parameter has, {module: {name: count}}, without rows of padding."""
 
     def count(_, declared, __):
-      shape = declared.shape.shape
-      sizes = zip(shape, declared.axes or (None,) * len(shape), strict=True)
-      most = self.about.vocabulary_size
-      return math.prod(min(size, most) if axis == 'vocabulary' else size for size, axis in sizes)
+      sizes = list(declared.shape.shape)
+      if declared.axes and 'vocabulary' in declared.axes:
+        axis = declared.axes.index('vocabulary')
+        sizes[axis] = min(sizes[axis], self.about.vocabulary_size)
+      return math.prod(sizes)
 
     return self._each(count, self.parameters())
 
@@ -142,12 +157,16 @@ class Model(NamedTuple):
 
     return self._each(axes, self.parameters())
 
-  def _each(self, of: Callable[[str, Parameter, Any], Any], params: Any) -> Any:
-    """A pytree like params of `of(path, declaration, leaf)`."""
+  def _each(self, function: Callable[[str, Parameter, Any], Any], params: Any) -> Any:
+    """A pytree like params of `function(path, declaration, leaf)`."""
     known = self.parameters()
-    return hk.data_structures.map(
-      lambda module, name, leaf: of(f'{module}/{name}', known[module][name], leaf), params
-    )
+
+    def by_path(module, name, leaf):
+      path = f'{module}/{name}'
+      declared = known[module][name]
+      return function(path, declared, leaf)
+
+    return hk.data_structures.map(by_path, params)
 
   def carry_axes(self, carry: Carry) -> Any:
     """The logical axes of each leaf of a carry: layers where it is stacked, and rows.
@@ -155,15 +174,22 @@ class Model(NamedTuple):
     Of what is `OverTime`, also the axis of time.
     """
 
-    def of(leaf, over_time, one, two):
-      stacked = [a == b for a, b in zip(one.shape, two.shape, strict=True)].index(False)
-      of_rows = ('batch', 'time') if over_time else ('batch',)
-      whole = leaf.ndim - stacked - len(of_rows)
-      return ('layers',) * stacked + of_rows + (None,) * whole
+    def axes(leaf, over_time, one, two):
+      pairs = zip(one.shape, two.shape, strict=True)
+      is_equal = [a == b for a, b in pairs]
+      stacked = is_equal.index(False)
+      split = ('batch', 'time') if over_time else ('batch',)
+      whole = leaf.ndim - stacked - len(split)
+      return ('layers',) * stacked + split + (None,) * whole
+
+    def shapes(rows):
+      initial_carry = functools.partial(self.initial_carry, rows)
+      return jax.eval_shape(initial_carry)
 
     # A carry of one row and one of two rows differ in size along the rows.
-    of_rows = [jax.eval_shape(functools.partial(self.initial_carry, rows)) for rows in (1, 2)]
-    return jax.tree.map(of, carry, is_over_time(carry), *of_rows)
+    one_row = shapes(1)
+    two_rows = shapes(2)
+    return jax.tree.map(axes, carry, is_over_time(carry), one_row, two_rows)
 
 
 def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callable[[], Parameters]]:
@@ -176,7 +202,9 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
   def creator(create, shape, dtype, init, context):
     if isinstance(init, Declared):
       # Inside a layer stack, Haiku names modules relative to it.
-      declarations[(context.lifted_prefix_name or '') + context.full_name] = init
+      prefix = context.lifted_prefix_name or ''
+      path = prefix + context.full_name
+      declarations[path] = init
     return create(shape, dtype, init)
 
   def noted():
@@ -185,19 +213,23 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
 
   @jax.jit
   def init(rng):
-    return hk.transform_with_state(noted).init(rng)[0]
+    params, _ = hk.transform_with_state(noted).init(rng)
+    return params
 
   def parameter(module, name, leaf):
     declared = declarations.get(f'{module}/{name}')
     if declared is None:
       return Parameter(leaf, None, None)
-    stacked = ('layers',) * (len(leaf.shape) - len(declared.axes))
-    return Parameter(leaf, stacked + declared.axes, declared.cast, declared.matrix)
+    layer_axes = len(leaf.shape) - len(declared.axes)
+    stacked = ('layers',) * layer_axes
+    axes = stacked + declared.axes
+    return Parameter(leaf, axes, declared.cast, declared.matrix)
 
   @functools.cache
   def parameters():
     with ambient.within(partitioner=None, time=(), weights=()):
-      shapes = jax.eval_shape(init, jax.random.key(0))
+      key = jax.random.key(0)
+      shapes = jax.eval_shape(init, key)
     return hk.data_structures.map(parameter, shapes)
 
   return init, parameters

@@ -10,6 +10,7 @@ weights (`layer_weights`), each device rounds its part, and sends 8 bits a numbe
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any
@@ -49,9 +50,12 @@ class Quantized(Matrix):
     """See `Matrix.multiply`; no layout splits these products."""
     matrices = list(itertools.chain.from_iterable(groups))
     y = product(x, matrices, dtype)
-    ends = np.cumsum([w.shape[1] for w in matrices])
-    counts = np.cumsum([len(group) for group in groups])
-    return jnp.split(y, ends[counts - 1][:-1], axis=-1)
+
+    def width(group):
+      return sum(w.shape[1] for w in group)
+
+    group_ends = np.cumsum([width(group) for group in groups])
+    return jnp.split(y, group_ends[:-1], axis=-1)
 
 
 @gin.configurable
@@ -85,7 +89,8 @@ class Quantization:
     cast = part.astype(declared.cast)  # first, so that all layouts round the same numbers
     # Devices that hold parts of one column share its scale.
     sharing = mesh_axes if split == 0 else ()
-    w8, scale = _rounded(lax.stop_gradient(cast), 0, self.dtype, sharing)
+    values = lax.stop_gradient(cast)
+    w8, scale = _rounded(values, 0, self.dtype, sharing)
     whole = cast
     if split is not None:
       w8 = messages.all_gather(w8, mesh_axes, split)
@@ -94,7 +99,8 @@ class Quantization:
     if split == 1:
       scale = messages.all_gather(scale, mesh_axes, 1)
     w8 = checkpoint_name(w8, 'weights')
-    return Quantized(whole, w8, checkpoint_name(scale, 'weights'))
+    scale = checkpoint_name(scale, 'weights')
+    return Quantized(whole, w8, scale)
 
 
 def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
@@ -102,21 +108,33 @@ def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
   whole = jnp.concatenate([w.whole for w in weights], axis=1)
   w8 = jnp.concatenate([w.w8 for w in weights], axis=1)
   scale = jnp.concatenate([w.scale for w in weights], axis=1)
-  y = _product(out_dtype, x.reshape(-1, x.shape[-1]), whole, w8, scale)
-  return checkpoint_name(y, 'product').reshape(*x.shape[:-1], y.shape[-1])
+  *leading, d_in = x.shape
+  rows = x.reshape(-1, d_in)
+  y = _product(out_dtype, rows, whole, w8, scale)
+  y = checkpoint_name(y, 'product')
+  d_out = y.shape[-1]
+  return y.reshape(*leading, d_out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(out_dtype, x, whole, w8, scale):
+  y, _ = _forward(out_dtype, x, whole, w8, scale)
+  return y
 
 
 def _forward(out_dtype, x, _, w8, scale):
-  return (_by_rows(x, w8, 0) * scale).astype(out_dtype), (x, w8, scale)
+  y = _by_rows(x, w8, 0) * scale
+  return y.astype(out_dtype), (x, w8, scale)
 
 
 def _backward(_, residuals, g):
   x, w8, scale = residuals
-  dw = lax.dot_general(x, g.astype(x.dtype), (((0,), (0,)), ((), ())))
-  return _by_rows(g * scale, w8, 1).astype(x.dtype), dw, None, None
+  narrow = g.astype(x.dtype)
+  dw = _dot(x, narrow, 0, 0)
+  dx = _by_rows(g * scale, w8, 1)
+  return dx.astype(x.dtype), dw, None, None
 
 
-_product = jax.custom_vjp(lambda *inputs: _forward(*inputs)[0], nondiff_argnums=(0,))
 _product.defvjp(_forward, _backward)
 
 
@@ -124,14 +142,23 @@ def _by_rows(x, w8, summed):
   """The sums over this dimension of w8, with x in its dtype and a scale for each row; wide."""
   x8, scale = _rounded(x, 1, w8.dtype.name)
   sum_dtype = jnp.int32 if w8.dtype == jnp.int8 else scale.dtype
-  sums = lax.dot_general(x8, w8, (((1,), (summed,)), ((), ())), preferred_element_type=sum_dtype)
+  sums = _dot(x8, w8, 1, summed, sum_dtype)
   return sums.astype(scale.dtype) * scale
+
+
+def _dot(a, b, a_axis, b_axis, dtype=None):
+  """The sums of the products of two matrices over an axis of each."""
+  contracted = ((a_axis,), (b_axis,))
+  batched = ((), ())
+  return lax.dot_general(a, b, (contracted, batched), preferred_element_type=dtype)
 
 
 def _rounded(x, axis, dtype, sharing=()):
   """x in 8 bits, and its wide scale along an axis, which devices along mesh axes may share."""
   x = x.astype(wide(x.dtype))
-  largest = jnp.maximum(jnp.max(jnp.abs(x), axis, keepdims=True), 1e-30)
+  magnitudes = jnp.abs(x)
+  largest = jnp.max(magnitudes, axis, keepdims=True)
+  largest = jnp.maximum(largest, 1e-30)
   if sharing:
     largest = lax.pmax(largest, sharing)
   scaled = x * (_LARGEST[dtype] / largest)

@@ -66,22 +66,28 @@ class Sites:
       count = self._components_of(path)
       if count is None:
         return whole
-      d_in, d_out = jax.eval_shape(declared.matrix, whole).shape
+      matrix = jax.eval_shape(declared.matrix, whole)
+      d_in, d_out = matrix.shape
       axis_in, axis_out = declared.axes if whole.ndim == 2 else (None, None)
 
       def factor(end, shape, axes):
-        normal = hk.initializers.RandomNormal(shape[0] ** -0.5)
-        return parameter(context.name + end, shape, normal, axes=axes, cast=declared.cast)
+        fan_in, _ = shape
+        normal = hk.initializers.RandomNormal(fan_in**-0.5)
+        name = context.name + end
+        return parameter(name, shape, normal, axes=axes, cast=declared.cast)
 
-      v = factor(V, (d_in, count), (axis_in, component_axis(axis_in)))
-      u = factor(U, (count, d_out), (component_axis(axis_out), axis_out))
+      v_axes = (axis_in, component_axis(axis_in))
+      u_axes = (component_axis(axis_out), axis_out)
+      v = factor(V, (d_in, count), v_axes)
+      u = factor(U, (count, d_out), u_axes)
 
       site_masks = masks.get(path)
 
       def note(x):
         inputs[path] = x
         if site_masks is not None:
-          _check_masks(path, site_masks, x.shape[:-1], count)
+          *tokens, _ = x.shape
+          _check_masks(path, site_masks, tuple(tokens), count)
 
       return Decomposed(whole, v, u, site_masks, note)
 
@@ -108,7 +114,8 @@ def _check_masks(path: str, masks: Masks, tokens: tuple[int, ...], count: int) -
 
 def is_factor(name: str, names: Container[str]) -> bool:
   """Whether this name of a parameter is of the V or the U of another one."""
-  return name.endswith((V, U)) and name[: -len(V)] in names
+  matrix_name = name[: -len(V)]
+  return name.endswith((V, U)) and matrix_name in names
 
 
 class Site(NamedTuple):
@@ -124,11 +131,15 @@ class Site(NamedTuple):
 
   def target(self, params: Params) -> Array:
     """The matrices W [L, d_in, d_out]."""
-    return jax.vmap(self.matrix)(params[self.module][self.name])
+    stored = params[self.module][self.name]
+    return jax.vmap(self.matrix)(stored)
 
   def factors(self, params: Params) -> tuple[Array, Array]:
     """V [L, d_in, C] and U [L, C, d_out]."""
-    return params[self.module][self.name + V], params[self.module][self.name + U]
+    group = params[self.module]
+    v = group[self.name + V]
+    u = group[self.name + U]
+    return v, u
 
 
 def sites_of(parameters: Parameters) -> dict[str, Site]:
@@ -139,7 +150,10 @@ def sites_of(parameters: Parameters) -> dict[str, Site]:
       matrix = group[name].matrix
       if matrix is None or name + V not in group:
         continue
-      layers, d_in, components = group[name + V].shape.shape
-      d_out = group[name + U].shape.shape[-1]
-      sites[f'{module}/{name}'] = Site(module, name, layers, d_in, d_out, components, matrix)
+      v = group[name + V].shape
+      u = group[name + U].shape
+      layers, d_in, components = v.shape
+      d_out = u.shape[-1]
+      path = f'{module}/{name}'
+      sites[path] = Site(module, name, layers, d_in, d_out, components, matrix)
   return sites

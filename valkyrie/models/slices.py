@@ -18,34 +18,42 @@ def cut(x: Array, size: int) -> Array:
   """[B, T, ...] -> [N, B, size, ...] with N x size at least T; zeros fill the last slice."""
   padded = _padded(x, size)
   batch, time, *rest = padded.shape
-  by_slice = padded.reshape(batch, time // size, size, *rest)
+  count = time // size
+  by_slice = padded.reshape(batch, count, size, *rest)
   return jnp.moveaxis(by_slice, 1, 0)
 
 
 def overlapping(x: Array, size: int, width: int) -> Array:
   """[B, (N + width - 1) x size, ...] -> [N, B, width x size, ...], each `size` after the last."""
   padded = _padded(x, size)
-  count = padded.shape[1] // size - width + 1
+  steps = padded.shape[1] // size
+  count = steps - width + 1
   if count < width:  # the fewer slices to trace
-    begins = [n * size for n in range(count)]
-    return jnp.stack([padded[:, begin : begin + width * size] for begin in begins])
+    length = width * size
+    begins = range(0, count * size, size)
+    wide_slices = [padded[:, begin : begin + length] for begin in begins]
+    return jnp.stack(wide_slices)
   # The slices overlap in memory of their own, so that their reader needs no sequential loop.
-  one = cut(padded, size)
-  return jnp.concatenate([one[j : j + count] for j in range(width)], axis=2)
+  narrow_slices = cut(padded, size)
+  parts = [narrow_slices[j : j + count] for j in range(width)]
+  return jnp.concatenate(parts, axis=2)
 
 
 def _padded(x: Array, size: int) -> Array:
   """Zeros after the last time step, to a multiple of `size`."""
   missing = -x.shape[1] % size
-  whole = [(0, 0)] * (x.ndim - 2)
-  return jnp.pad(x, [(0, 0), (0, missing), *whole])
+  padding = [(0, 0)] * x.ndim
+  padding[1] = (0, missing)
+  return jnp.pad(x, padding)
 
 
 def join(slices: Array, time: int) -> Array:
   """[N, B, size, ...] -> [B, time, ...]: the inverse of `cut`, without the padding."""
   count, batch, size, *rest = slices.shape
   by_row = jnp.moveaxis(slices, 0, 1)
-  return by_row.reshape(batch, count * size, *rest)[:, :time]
+  padded_time = count * size
+  joined = by_row.reshape(batch, padded_time, *rest)
+  return joined[:, :time]
 
 
 def split_residues(x: Array, dilation: int) -> Array:
@@ -54,18 +62,24 @@ def split_residues(x: Array, dilation: int) -> Array:
   Tokens at distances that d divides share a residue: a dilated window is undilated in these rows.
   """
   steps = cut(x, dilation)
+  count = len(steps)
   by_residue = jnp.moveaxis(steps, 0, 2)
-  return by_residue.reshape(-1, len(steps), *x.shape[2:])
+  rest = x.shape[2:]
+  return by_residue.reshape(-1, count, *rest)
 
 
 def merge_residues(x: Array, dilation: int, time: int) -> Array:
   """[B · d, ceil(T / d), ...] -> [B, T, ...]: the inverse of `split_residues`."""
-  by_residue = x.reshape(-1, dilation, *x.shape[1:])
-  return join(jnp.moveaxis(by_residue, 2, 0), time)
+  _, *steps_and_rest = x.shape
+  by_residue = x.reshape(-1, dilation, *steps_and_rest)
+  steps = jnp.moveaxis(by_residue, 2, 0)
+  return join(steps, time)
 
 
 def for_each(fn: Callable[[Any], Any], slices: Any, logits: int) -> Any:
   """`fn` of each slice, leaves [N, ...] -> [N, ...]; one slice needs `logits` logits."""
-  count = jax.tree.leaves(slices)[0].shape[0]
+  leaves = jax.tree.leaves(slices)
+  count = len(leaves[0])
   at_once = max(1, LOGITS_AT_ONCE // logits)
-  return lax.map(fn, slices, batch_size=min(at_once, count))
+  batch_size = min(at_once, count)
+  return lax.map(fn, slices, batch_size=batch_size)

@@ -28,21 +28,31 @@ def _sorted_rows(_: int, table: Array, index: Array) -> Array:
   return table[index]
 
 
+def _forward(_, table, index):
+  return table[index], index
+
+
 def _backward(count, index, gradient):
   order = jnp.argsort(index, axis=None)
   rows = index.reshape(-1)[order]
   width = gradient.shape[-1]
-  inputs = gradient.reshape(-1, 1, width)[order].astype(wide(gradient.dtype))
-  differs = rows[1:] != rows[:-1]
+  by_token = gradient.reshape(-1, 1, width)
+  by_row = by_token[order]
+  inputs = by_row.astype(wide(gradient.dtype))
+  previous_rows = rows[:-1]
+  differs = rows[1:] != previous_rows
   one = jnp.ones(1, bool)
   first = jnp.concatenate([one, differs])
   last = jnp.concatenate([differs, one])
   zero = jnp.zeros_like(inputs[0])
-  # A growth of zero is a decay of one: the states are running sums, which begin anew at each row.
-  sums = scan.diagonal_scan(zero[0], inputs, zero, first[:, None], form='associative')[:, 0]
+  # A growth of zero is a decay of one: the states are running sums, which begin again at each row.
+  reset = first[:, None]
+  states = scan.diagonal_scan(zero[0], inputs, zero, reset, form='associative')
+  sums = states[:, 0].astype(gradient.dtype)
   d_table = jnp.zeros((count, width), gradient.dtype)
   target = jnp.where(last, rows, count)  # beyond the end, so that it is dropped
-  return d_table.at[target].set(sums.astype(gradient.dtype), mode='drop'), None
+  d_table = d_table.at[target].set(sums, mode='drop')
+  return d_table, None
 
 
-_sorted_rows.defvjp(lambda _, table, index: (table[index], index), _backward)
+_sorted_rows.defvjp(_forward, _backward)

@@ -48,21 +48,23 @@ def logits(features: Features, vocabulary_size: int) -> Array:
   scores = split_products.split_product(
     unembed, features.hidden, features.unembedding, ('vocabulary', 'embed'), inputs=1
   )
-  exists = jnp.arange(scores.shape[-1]) < vocabulary_size
+  tokens = jnp.arange(scores.shape[-1])
+  exists = tokens < vocabulary_size
   return jnp.where(exists[None, None], scores, -1e30)
 
 
 def token_scores(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
   """The scores of the predictions of targets [B, T]."""
 
-  def of_slice(hidden, targets):
-    scores = logits(Features(hidden, features.unembedding), vocabulary_size)
-    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+  def score(features, targets):
+    scores = logits(features, vocabulary_size)
+    target_scores = jnp.take_along_axis(scores, targets[..., None], axis=-1)
     log_normalizer = jax.nn.logsumexp(scores, axis=-1)
-    right = jnp.argmax(scores, axis=-1) == targets
-    return TokenScores(log_normalizer - picked, right, log_normalizer)
+    loss = log_normalizer - target_scores[..., 0]
+    likeliest = jnp.argmax(scores, axis=-1)
+    return TokenScores(loss, likeliest == targets, log_normalizer)
 
-  return _in_slices(of_slice, features, features.hidden, targets)
+  return in_slices(score, features, targets)
 
 
 def divergences(
@@ -79,40 +81,58 @@ def divergences(
   """
   target = jax.tree.map(lax.stop_gradient, target)
 
-  def log_probabilities(hidden, of):
-    return jax.nn.log_softmax(
-      logits(Features(hidden, of.unembedding), vocabulary_size) / temperature
-    )
+  def log_probabilities(features):
+    scores = logits(features, vocabulary_size) / temperature
+    return jax.nn.log_softmax(scores)
 
-  def of_slice(hidden, others):
-    p = log_probabilities(others, target)
-    q = log_probabilities(hidden, features)
+  def divergence(features, target_hidden):
+    p = log_probabilities(Features(target_hidden, target.unembedding))
+    q = log_probabilities(features)
     if top_k is not None and top_k < vocabulary_size:
-      likeliest = lax.top_k(p, top_k)[1]
+      _, likeliest = lax.top_k(p, top_k)
       p = _with_rest(p, likeliest)
       q = _with_rest(q, likeliest)
-    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    terms = jnp.exp(p) * (p - q)
+    return jnp.sum(terms, axis=-1)
 
-  return _in_slices(of_slice, features, features.hidden, target.hidden)
+  return in_slices(divergence, features, target.hidden)
 
 
 def _with_rest(logs: Array, chosen: Array) -> Array:
   """Logarithms of probabilities: of the chosen tokens [..., k], then of all others as one."""
   rest = jnp.put_along_axis(logs, chosen, -1e30, axis=-1, inplace=False)
   whole = jax.nn.logsumexp(rest, axis=-1, keepdims=True)
-  return jnp.concatenate([jnp.take_along_axis(logs, chosen, axis=-1), whole], axis=-1)
+  kept = jnp.take_along_axis(logs, chosen, axis=-1)
+  return jnp.concatenate([kept, whole], axis=-1)
 
 
-def _in_slices(of_slice: Callable, features: Features, *arguments: Array) -> Any:
-  """A function of activations [B, T, ...] in slices of time, whose logits fit into memory."""
+def in_slices(function: Callable[..., Any], features: Features, *arrays: Array) -> Any:
+  """A function that needs logits, called with slices of time whose logits fit into memory.
+
+  The backward pass computes the logits of each slice again.
+
+  Args:
+    function: (the features of a slice, the slice [B, S, ...] of each array) -> leaves [B, S, ...].
+      It computes its logits by `logits`.
+    features: a model's features of all tokens, [B, T, D].
+    arrays: what else the function reads of each token, such as targets, [B, T, ...].
+
+  Returns:
+    The results of all slices, joined over time: leaves [B, T, ...].
+  """
+
+  def of_slice(inputs):
+    hidden, *parts = inputs
+    return function(Features(hidden, features.unembedding), *parts)
+
+  inputs = (features.hidden, *arrays)
   size = _slice_length(features)
   time = features.hidden.shape[1]
   if size >= time:
-    return of_slice(*arguments)
-  found = lax.map(
-    jax.checkpoint(lambda now: of_slice(*now)), tuple(slices.cut(x, size) for x in arguments)
-  )
-  return jax.tree.map(lambda part: slices.join(part, time), found)
+    return of_slice(inputs)
+  cut_inputs = jax.tree.map(lambda x: slices.cut(x, size), inputs)
+  results = lax.map(jax.checkpoint(of_slice), cut_inputs)
+  return jax.tree.map(lambda part: slices.join(part, time), results)
 
 
 def weighted_loss(
@@ -137,44 +157,49 @@ def weighted_loss(
       [V, D] float32, is then held from the forward pass to the backward pass.
   """
 
-  def of(hidden, unembedding, targets, weights, total):
+  def compute(hidden, unembedding, targets, weights, total):
     scores = token_scores(Features(hidden, unembedding), targets, vocabulary_size)
-    sums = WeightedSums(
-      loss=jnp.sum(weights * scores.loss),
-      squares=jnp.sum(weights * jnp.square(scores.log_normalizer)),
-    )
-    loss = sums.loss + z_loss * sums.squares if z_loss else sums.loss
+    loss = jnp.sum(weights * scores.loss)
+    squared_logs = jnp.square(scores.log_normalizer)
+    squares = jnp.sum(weights * squared_logs)
+    sums = WeightedSums(loss, squares)
+    if z_loss:
+      loss = loss + z_loss * squares
     return loss / total, lax.stop_gradient(sums)
 
   arguments = (features.hidden, features.unembedding, targets, weights, total)
   size = _slice_length(features)
   time = features.hidden.shape[1]
   if size >= time or not in_one_pass:
-    return of(*arguments)
+    return compute(*arguments)
 
   def with_gradient(hidden, unembedding, targets, weights, total):
-    def of_slice(so_far, now):
-      hidden, targets, weights = now
-      loss, pull_back, sums = jax.vjp(
-        lambda h, u: of(h, u, targets, weights, total), hidden, unembedding, has_aux=True
-      )
+    def slice_with_gradient(so_far, inputs):
+      hidden, targets, weights = inputs
+
+      def loss_of_slice(hidden, unembedding):
+        return compute(hidden, unembedding, targets, weights, total)
+
+      loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, unembedding, has_aux=True)
       d_hidden, d_unembedding = pull_back(jnp.ones_like(loss))
-      return so_far + d_unembedding.astype(so_far.dtype), (d_hidden, (loss, sums))
+      so_far = so_far + d_unembedding.astype(so_far.dtype)
+      return so_far, (d_hidden, (loss, sums))
 
     wide = jnp.promote_types(unembedding.dtype, jnp.float32)
-    d_unembedding, (d_hidden, out) = lax.scan(
-      of_slice,
-      jnp.zeros(unembedding.shape, wide),
-      tuple(slices.cut(x, size) for x in (hidden, targets, weights)),
-    )
-    d_unembedding = d_unembedding.astype(unembedding.dtype)
-    return jax.tree.map(jnp.sum, out), (slices.join(d_hidden, time), d_unembedding)
+    zeros = jnp.zeros(unembedding.shape, wide)
+    inputs = tuple(slices.cut(x, size) for x in (hidden, targets, weights))
+    d_unembedding, (d_hidden, results) = lax.scan(slice_with_gradient, zeros, inputs)
+    gradients = (slices.join(d_hidden, time), d_unembedding.astype(unembedding.dtype))
+    return jax.tree.map(jnp.sum, results), gradients
 
   def pull_back(gradients, cotangents):
-    factor = cotangents[0]
-    return *(gradient * factor.astype(gradient.dtype) for gradient in gradients), None, None, None
+    factor, _ = cotangents
+    d_hidden, d_unembedding = gradients
+    d_hidden = d_hidden * factor.astype(d_hidden.dtype)
+    d_unembedding = d_unembedding * factor.astype(d_unembedding.dtype)
+    return d_hidden, d_unembedding, None, None, None
 
-  learned = jax.custom_vjp(of)
+  learned = jax.custom_vjp(compute)
   learned.defvjp(with_gradient, pull_back)
   return learned(*arguments)
 
@@ -182,6 +207,9 @@ def weighted_loss(
 def _slice_length(features: Features) -> int:
   """The tokens of a row whose logits are held at once."""
   batch, time, _ = features.hidden.shape
-  logits = batch * time * features.unembedding.shape[0]
-  slices_needed = -(-logits // (_LOGITS_AT_ONCE * split_products.devices()))
-  return -(-time // min(time, slices_needed))
+  rows = len(features.unembedding)
+  logits = batch * time * rows
+  logits_at_once = _LOGITS_AT_ONCE * split_products.devices()
+  slices_needed = -(-logits // logits_at_once)
+  count = min(time, slices_needed)
+  return -(-time // count)

@@ -38,12 +38,15 @@ class Projections(NamedTuple):
   def of_heads(self, seen: Windows) -> 'Projections':
     """The projections of the heads of these windows."""
     q = self.q[:, :, seen.query_heads]
-    return Projections(q, self.k[:, :, seen.heads], self.v[:, :, seen.heads])
+    k = self.k[:, :, seen.heads]
+    v = self.v[:, :, seen.heads]
+    return Projections(q, k, v)
 
 
 def first_positions(mask: Array, limit: int) -> Array:
   """Indices of the first `limit` true elements of each row of [B, T]: int32 [B, limit], then T."""
-  first_of_row = functools.partial(jnp.nonzero, size=limit, fill_value=mask.shape[1])
+  time = mask.shape[1]
+  first_of_row = functools.partial(jnp.nonzero, size=limit, fill_value=time)
   (index,) = jax.vmap(first_of_row)(mask)
   return index.astype(jnp.int32)
 
@@ -68,24 +71,30 @@ def bidirectional_attention(
     windows: of all heads, W tokens on each side; heads of dilation d see the distances d, 2d, ...,
       Wd. S queries, or keys of global queries, are scored at once.
   """
-  batch = len(segment_ids)
+  rows = np.arange(len(segment_ids))
   outs = []
   for number, seen in enumerate(windows):
-    mine = local.of_heads(seen)
-    globally = from_global.of_heads(seen)
-    near, far = (dropout and dropout.of(2 * number + part) for part in (0, 1))
-    out = _attend_windows(mine, segment_ids, global_tokens, seen, near)
+    window_dropout = dropout and dropout.of(2 * number)
+    document_dropout = dropout and dropout.of(2 * number + 1)
+    local_heads = local.of_heads(seen)
+    out = _attend_windows(local_heads, segment_ids, global_tokens, seen, window_dropout)
     if global_tokens.shape[1]:
-      read = _attend_documents(globally, segment_ids, global_tokens, seen, far)
-      out = out.at[np.arange(batch)[:, None], global_tokens].set(read, mode='drop')
+      global_heads = from_global.of_heads(seen)
+      global_out = _attend_documents(
+        global_heads, segment_ids, global_tokens, seen, document_dropout
+      )
+      global_rows = out.at[rows[:, None], global_tokens]
+      out = global_rows.set(global_out, mode='drop')
     outs.append(out)
   joined = jnp.concatenate(outs, axis=2)
-  return jnp.where(segment_ids[:, :, None, None] > 0, joined, 0)
+  is_token = segment_ids[:, :, None, None] > 0
+  return jnp.where(is_token, joined, 0)
 
 
 def take(x: Array, at: Array) -> Array:
   """x [B, T, ...] at the positions [B, G]; zero beyond the end."""
-  index = at.reshape(*at.shape, *(1,) * (x.ndim - 2))
+  channel_axes = range(2, x.ndim)
+  index = jnp.expand_dims(at, channel_axes)
   return jnp.take_along_axis(x, index, axis=1, mode='fill', fill_value=0)
 
 
@@ -99,17 +108,22 @@ def _attend_windows(
   """Every token over its window and the global tokens."""
   time = segment_ids.shape[1]
   d = seen.dilation
-  size = max(1, min(seen.slice_size // d, -(-time // d)))
+  steps = -(-time // d)
+  size = max(1, min(seen.slice_size // d, steps))
   reach = -(-seen.width // size)  # whole slices within reach of a window, on each side
-  at = jnp.broadcast_to(jnp.arange(time)[None], segment_ids.shape)
+  indices = jnp.arange(time)
+  at = jnp.broadcast_to(indices[None], segment_ids.shape)
   tokens = KVCache(local.k, local.v, segment_ids)
 
   def with_reach(x):
-    padding = [(0, 0), (reach * size, reach * size), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(slices.split_residues(x, d), padding)
+    residues = slices.split_residues(x, d)
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (reach * size, reach * size)
+    return jnp.pad(residues, padding)
 
   def global_of_residues(x):
-    return jnp.repeat(take(x, global_tokens), d, axis=0)
+    at_global_tokens = take(x, global_tokens)
+    return jnp.repeat(at_global_tokens, d, axis=0)
 
   row = jax.tree.map(with_reach, tokens)
   far, far_at = jax.tree.map(global_of_residues, (tokens, at))
@@ -121,11 +135,13 @@ def _attend_windows(
     ahead = now.positions[:, :, None] - far_at[:, None]
     outside = (jnp.abs(ahead) > seen.width * d) | (ahead % d != 0)
     visible = outside & same_document(now.segment_ids, far.segment_ids)
+    is_before = visible & (ahead > 0)
+    is_after = visible & (ahead < 0)
     q = rotate(now.q, *edge)
-    before = Part.of(q, far.keys, far.values, visible & (ahead > 0))
+    before = Part.of(q, far.keys, far.values, is_before)
     keys = rotate(far.keys, *edge)
-    after = Part.of(now.q, keys, far.values, visible & (ahead < 0))
-    return [before, after]
+    behind = Part.of(now.q, keys, far.values, is_after)
+    return [before, behind]
 
   queries = Queries(local.q, at, segment_ids)
   return attend_windows(seen, queries, row, (reach, reach), size, global_parts, None, dropout)
@@ -145,7 +161,10 @@ def _attend_documents(
   q = from_global.q * width**-0.5
   own = take(segment_ids, global_tokens)
   cos, sin = seen.rotary.angles(2 * reach + size, width)
-  tables = [jnp.asarray(table, wide(q.dtype)) for table in (cos, sin)]
+  dtype = wide(q.dtype)
+  cos_table = jnp.asarray(cos, dtype)
+  sin_table = jnp.asarray(sin, dtype)
+  steps = np.arange(size)
 
   def rotated(x, where):
     return rotate(x, cos[where], sin[where])
@@ -156,22 +175,28 @@ def _attend_documents(
     # their windows contain no key of the slice.
     coordinate = global_tokens - number * size
     row = reach + jnp.clip(coordinate, -reach, size - 1 + reach)
-    ahead = coordinate[:, :, None] - np.arange(size)[None, None]
+    ahead = coordinate[:, :, None] - steps[None, None]
     visible = same_document(own, documents)
     inside = slice(reach, reach + size)
     edge = slice(reach, reach + 1)
-    near = rotate(q, *(table[row] for table in tables))
-    parts = (
-      Part.of(near, rotated(k, inside), v, visible & (jnp.abs(ahead) <= reach)),
-      Part.of(rotated(q, edge), k, v, visible & (ahead > reach)),
-      Part.of(q, rotated(k, edge), v, visible & (ahead < -reach)),
-    )
-    return attend(parts, dropout and dropout.of(number))
+    is_near = visible & (jnp.abs(ahead) <= reach)
+    is_before = visible & (ahead > reach)
+    is_after = visible & (ahead < -reach)
+    near_q = rotate(q, cos_table[row], sin_table[row])
+    near_k = rotated(k, inside)
+    near = Part.of(near_q, near_k, v, is_near)
+    q_behind_keys = rotated(q, edge)
+    before = Part.of(q_behind_keys, k, v, is_before)
+    k_behind_queries = rotated(k, edge)
+    behind = Part.of(q, k_behind_queries, v, is_after)
+    slice_dropout = dropout and dropout.of(number)
+    return attend((near, before, behind), slice_dropout)
 
-  keys, values, documents = (
-    slices.cut(x, size) for x in (from_global.k, from_global.v, segment_ids)
-  )
-  inputs = (keys, values, documents, jnp.arange(len(keys)))
+  keys = slices.cut(from_global.k, size)
+  values = slices.cut(from_global.v, size)
+  documents = slices.cut(segment_ids, size)
+  numbers = jnp.arange(len(keys))
+  inputs = (keys, values, documents, numbers)
   logits = 3 * batch * chosen * heads * size
   outs, log_totals = slices.for_each(attend_slice, inputs, logits=logits)
   # Each slice of keys has its own softmax; the denominators give each slice's share.
@@ -210,7 +235,9 @@ class BidirectionalLongformer(WindowAttention):
     """Projections, then scores and sums over the keys of a token's window and the global tokens."""
     keys = 2 * self.window + 1 + 2 * self._global_tokens
     of_keys = 2 if self._global_tokens else 1
-    return self._projection_flops(width, of_keys) + 4 * keys * self._q_width
+    projections = self._projection_flops(width, of_keys)
+    scores_and_sums = 4 * keys * self._q_width
+    return projections + scores_and_sums
 
   def __call__(
     self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
@@ -218,13 +245,16 @@ class BidirectionalLongformer(WindowAttention):
     """Mixes a chunk; see `types.SequenceMixer`."""
     axes = ('embed', 'heads')
     kv_width = self._kv_width
-    local = from_global = Projections(*self._project_heads(x))
+    local = Projections(*self._project_heads(x))
+    from_global = local
     starts = (positions < self.document_start) & (segment_ids > 0)
     global_tokens = first_positions(starts, self._global_tokens)
     if self._global_tokens:
       k, v = project(x, axes, global_key=kv_width, global_value=kv_width)
-      (q,) = project(take(x, global_tokens), axes, global_query=self._q_width)
-      from_global = Projections(*self._heads(q, k, v, of='global_'))
+      global_x = take(x, global_tokens)
+      (q,) = project(global_x, axes, global_query=self._q_width)
+      q, k, v = self._heads(q, k, v, of='global_')
+      from_global = Projections(q, k, v)
     out = bidirectional_attention(
       local,
       from_global,

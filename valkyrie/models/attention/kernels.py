@@ -72,28 +72,34 @@ def _splash(form: Form, rows: int, heads: int) -> Kernel:
   # Pallas takes a second to import, for which runs without kernels do not wait.
   splash = importlib.import_module('jax.experimental.pallas.ops.tpu.splash_attention')
   queries, keys, window, choice = form
-  size = next(size for size in (4 * LANES, 2 * LANES, LANES) if queries % size == 0)
+  sizes = (4 * LANES, 2 * LANES, LANES)
+  size = next(size for size in sizes if queries % size == 0)
   mask = splash.LocalMask((queries, keys), (window, 0), offset=keys - queries)
+  masks_of_heads = splash.MultiHeadMask([mask] * heads)
+  block_sizes = splash.BlockSizes(*8 * [size])
   kernel = splash.make_splash_mha_single_device(
-    splash.MultiHeadMask([mask] * heads),
-    block_sizes=splash.BlockSizes(*8 * [size]),
+    masks_of_heads,
+    block_sizes=block_sizes,
     save_residuals=True,
     interpret=choice == 'interpret',
   )
 
   def forward(q, k, v, segments):
-    return kernel(q, k, v, splash.SegmentIds(*segments))
+    segment_ids = splash.SegmentIds(*segments)
+    return kernel(q, k, v, segment_ids)
 
   # The public gradient takes no cotangent of the logarithm. A joint softmax needs none:
   # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
   def backward(q, k, v, segments, out, log_total, gradient):
-    masks = kernel.dq_mask_info, kernel.dkv_mask_info
-    saved = q, k, v, splash.SegmentIds(*segments), None, out, log_total, *masks
+    segment_ids = splash.SegmentIds(*segments)
+    masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
+    saved = (q, k, v, segment_ids, None, out, log_total, *masks)
     rule = splash.splash_attention_kernel._splash_attention_bwd
     gradients = rule(**kernel.kwargs, res=saved, do=gradient)
     return gradients[3:6]
 
-  logits = rows * heads * _seen_blocks(form, size) * size**2
+  blocks = rows * heads * _seen_blocks(form, size)
+  logits = blocks * size**2
   scope = jax.named_scope(f'splash_{logits}_{size}')
   return Kernel(scope, jax.vmap(forward), jax.vmap(backward))
 
@@ -111,15 +117,17 @@ def _seen_blocks(form: Form, size: int) -> int:
 def _cudnn(form: Form) -> Kernel:
   """cuDNN's attention, in bfloat16 and float16."""
   cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
-  _, keys, window, _ = form
-  query = np.arange(keys - form.queries, keys)
-  steps = query[:, None] - np.arange(keys)
+  queries, keys, window, _ = form
+  query = np.arange(keys - queries, keys)
+  key = np.arange(keys)
+  steps = query[:, None] - key
   inside = (steps >= 0) & (steps <= window)
 
   # As in jax.nn.dot_product_attention, whose gradient reads only its own denominator.
   def call(primitive, q, k, v, segments, *more, **options):
     seen = inside[None] & softmax.same_document(*segments)
-    bias = jnp.where(seen, 0, softmax.MASKED).astype(q.dtype)[:, None]
+    bias = jnp.where(seen, 0, softmax.MASKED)
+    bias = bias.astype(q.dtype)[:, None]
     unused = 6 * [jnp.zeros(0, q.dtype)]
     return primitive.bind(
       q,
@@ -169,7 +177,8 @@ def slice_size(choice: str | None, most: int, plain: int) -> int:
   queries = most
   if _by_cudnn(choice):
     queries = min(most, plain)
-  return max(1, queries // LANES) * LANES
+  blocks = max(1, queries // LANES)
+  return blocks * LANES
 
 
 def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Sequence) -> Array:
@@ -177,8 +186,10 @@ def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Seque
 
   q [R, S, H, K], and k and v [R, N, J, K], are scaled and rotated; `segments` are of both.
   """
-  by_head = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-  out: Any = _attend(form, *by_head, segments, tuple(parts))
+  q_heads = jnp.swapaxes(q, 1, 2)
+  k_heads = jnp.swapaxes(k, 1, 2)
+  v_heads = jnp.swapaxes(v, 1, 2)
+  out: Any = _attend(form, q_heads, k_heads, v_heads, segments, tuple(parts))
   return jnp.swapaxes(out, 1, 2)
 
 
@@ -196,15 +207,19 @@ def _forward(form, q, k, v, segments, parts):
   out = out.astype(wide(q.dtype))
   log_total = log_total[..., None]
   if parts:
-    results = softmax.attend(parts)
-    others, log_others = (x.reshape(*q.shape[:3], -1) for x in results)
+    parts_out, parts_log_total = softmax.attend(parts)
+    _, _, time, _ = q.shape
+    others = parts_out.reshape(rows, heads, time, -1)
+    log_others = parts_log_total.reshape(rows, heads, time, -1)
     log_window = log_total
     log_total = jnp.logaddexp(log_total, log_others)
     window_share = jnp.exp(log_window - log_total)
-    out = window_share * out + jnp.exp(log_others - log_total) * others
+    others_share = jnp.exp(log_others - log_total)
+    out = window_share * out + others_share * others
   out = checkpoint_name(out, 'attention')
   log_total = checkpoint_name(log_total, 'attention')
-  return out.astype(q.dtype), (q, k, v, segments, parts, out, log_total)
+  residuals = (q, k, v, segments, parts, out, log_total)
+  return out.astype(q.dtype), residuals
 
 
 def _backward(form, residuals, gradient):
@@ -216,12 +231,16 @@ def _backward(form, residuals, gradient):
   if not parts:
     return *d_window, None, ()
 
-  def by_kv_head(x):
-    return x.reshape(*k.shape[:2], -1, x.shape[3])
+  _, kv_heads, _, _ = k.shape
 
-  wide_gradient = gradient.astype(out.dtype)
+  def by_kv_head(x):
+    width = x.shape[-1]
+    return x.reshape(rows, kv_heads, -1, width)
+
   residuals = (parts, None, by_kv_head(out), by_kv_head(log_total))
-  d_parts, _ = softmax.attend_backward(residuals, (by_kv_head(wide_gradient), 0.0))
+  wide_gradient = gradient.astype(out.dtype)
+  parts_gradient = by_kv_head(wide_gradient)
+  d_parts, _ = softmax.attend_backward(residuals, (parts_gradient, 0.0))
   return *d_window, None, d_parts
 
 
@@ -238,9 +257,11 @@ def results(
   rows, time, _ = shape
   carry_key, x_key, weights_key = jax.random.split(jax.random.key(0), 3)
   steps = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
-  second = steps >= time // 3  # the tokens of the second document, and after it
-  positions = np.where(second, steps - time // 3, steps + 10**6)
-  is_token = steps < time - time // 9
+  second_begin = time // 3
+  padding_begin = time - time // 9
+  second = steps >= second_begin  # the tokens of the second document, and after it
+  positions = np.where(second, steps - second_begin, steps + 10**6)
+  is_token = steps < padding_begin
   segments = np.where(is_token, 1 + second, 0).astype(np.int32)
   options = MixerOptions(kernel_lengths=(time,) if by_kernel else ())
 
@@ -251,20 +272,25 @@ def results(
     return y
 
   def used(leaf):
-    return (1.5 + jax.random.normal(carry_key, leaf.shape)).astype(leaf.dtype)
+    random = 1.5 + jax.random.normal(carry_key, leaf.shape)
+    return random.astype(leaf.dtype)
+
+  def initial_carry():
+    return make().initial_carry(rows, dtype)
 
   mixer = hk.transform(read)
-  empty = hk.transform(lambda: make().initial_carry(rows, dtype)).apply({}, None)
+  empty = hk.transform(initial_carry).apply({}, None)
   carry = jax.tree.map(used, empty)
   x = jax.random.normal(x_key, shape, dtype)
   weights = jax.random.normal(weights_key, shape, dtype)
-  weights = jnp.where(segments[..., None] > 0, weights, 0)
+  weights = jnp.where(is_token[..., None], weights, 0)
   params = mixer.init(carry_key, x, carry)
 
   def apply(params, x):
     return mixer.apply(params, None, x, carry)
 
-  y, gradient = jax.vjp(apply, params, x)
+  y, pull_back = jax.vjp(apply, params, x)
   outputs = jnp.where(weights == 0, 0, y)
-  arrays = jax.tree.leaves((outputs, gradient(weights)))
+  gradients = pull_back(weights)
+  arrays = jax.tree.leaves((outputs, gradients))
   return [array.astype(jnp.float32) for array in arrays]

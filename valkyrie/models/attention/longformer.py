@@ -60,7 +60,8 @@ class WindowAttention(Module):
   def __post_init__(self):
     super().__post_init__()
     self._kv_heads = self.kv_heads or self.heads
-    self._dilations = tuple(self.dilations or (1,) * self._kv_heads)
+    undilated = (1,) * self._kv_heads
+    self._dilations = tuple(self.dilations or undilated)
     self._q_width = self.heads * self.head_width
     self._kv_width = self._kv_heads * self.head_width
     self._rotary = self.rotary()
@@ -75,18 +76,20 @@ class WindowAttention(Module):
       raise ConfigurationError(
         f'{owner}.dilations={self._dilations}: give one for each of the kv_heads={self._kv_heads}.'
       )
-    sizes = self.heads, self.window, self.slice_size
-    self._windows = tuple(windows_of(self._dilations, *sizes, self._rotary))
+    windows = windows_of(self._dilations, self.heads, self.window, self.slice_size, self._rotary)
+    self._windows = tuple(windows)
 
   @hk.transparent
   def _heads(self, q: Array, k: Array, v: Array, *, of: str = '') -> tuple[Array, Array, Array]:
     """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""
 
     def by_head(x):
-      return x.reshape(*x.shape[:2], -1, self.head_width)
+      rows, time, _ = x.shape
+      return x.reshape(rows, time, -1, self.head_width)
 
     def normed(x, name):
-      return RMSNorm(name=f'{of}{name}')(x)
+      norm = RMSNorm(name=f'{of}{name}')
+      return norm(x)
 
     is_whole = self.query_key_norm == 'whole'
     if is_whole:
@@ -103,12 +106,14 @@ class WindowAttention(Module):
   def _project_heads(self, x: Array) -> tuple[Array, Array, Array]:
     """x [B, T, D] -> queries [B, T, H, K], and keys and values [B, T, J, K]."""
     widths = {'query': self._q_width, 'key': self._kv_width, 'value': self._kv_width}
-    return self._heads(*project(x, ('embed', 'heads'), **widths))
+    q, k, v = project(x, ('embed', 'heads'), **widths)
+    return self._heads(q, k, v)
 
   @hk.transparent
   def _project_out(self, out: Array, x: Array) -> Array:
     """The results of heads [B, T, H, K], and what the mixer reads [B, T, D] -> [B, T, D]."""
-    joined = out.reshape(*out.shape[:2], -1)
+    rows, time, _, _ = out.shape
+    joined = out.reshape(rows, time, -1)
     if self.output_gate:
       (gate,) = project(x, ('embed', 'heads'), gate=self._q_width)
       joined = joined * jax.nn.sigmoid(gate)
@@ -123,7 +128,10 @@ class WindowAttention(Module):
   def _dropout(self) -> Dropout | None:
     """Dropout of attention weights, in training."""
     key = hk.maybe_next_rng_key() if self.dropout else None
-    return None if key is None else Dropout(sequence_parallel.fold_in_shard(key), self.dropout)
+    if key is None:
+      return None
+    shard_key = sequence_parallel.fold_in_shard(key)
+    return Dropout(shard_key, self.dropout)
 
 
 @gin.configurable
@@ -149,7 +157,8 @@ class LongformerAttention(WindowAttention):
     name = f'{type(self).__name__}.kernels'
     short = self.window < kernels.LANES
     check_choice(name, self.kernels, kernels.CHOICES)
-    refused = self.dropout or max(self._dilations) > 1 or (self.document_start and short)
+    is_dilated = max(self._dilations) > 1
+    refused = self.dropout or is_dilated or (self.document_start and short)
     if self.kernels and refused:
       raise ConfigurationError(
         f'{name}={self.kernels!r}: kernels have no dropout, no dilations, and no document_start '
@@ -162,13 +171,16 @@ class LongformerAttention(WindowAttention):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
     """An empty window, in the compute dtype: keys are stored as they were computed."""
-    heads = self._kv_heads, self.head_width
-    return empty_carry(batch_size, self.reach, self.document_start, *heads, dtype)
+    return empty_carry(
+      batch_size, self.reach, self.document_start, self._kv_heads, self.head_width, dtype
+    )
 
   def forward_flops(self, width: int) -> int:
     """Projections, then scores and sums over the W + 1 + G keys that a token reads."""
     keys = self.window + 1 + self.registers + self.document_start
-    return self._projection_flops(width) + 4 * keys * self._q_width
+    projections = self._projection_flops(width)
+    scores_and_sums = 4 * keys * self._q_width
+    return projections + scores_and_sums
 
   def __call__(
     self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
@@ -177,7 +189,8 @@ class LongformerAttention(WindowAttention):
     q, k, v = self._project_heads(x)
     dropout = self._dropout()
     choice = self.kernels if self._uses_kernel(x.shape[1]) else None
-    shape = (self.registers, *k.shape[2:])
+    windows = [seen._replace(kernels=choice) for seen in self._windows]
+    shape = (self.registers, self._kv_heads, self.head_width)
     init = hk.initializers.RandomNormal(1.0)
     if self.registers:
       axes = (None, None, None)
@@ -193,7 +206,7 @@ class LongformerAttention(WindowAttention):
       positions=positions,
       segment_ids=segment_ids,
       registers=(keys, values),
-      windows=[seen._replace(kernels=choice) for seen in self._windows],
+      windows=windows,
       dropout=dropout,
     )
     return self._project_out(out, x), carry

@@ -35,38 +35,49 @@ class _Globals(NamedTuple):
 
 
 def _global_part(
-  queries: Queries, keys: _Globals, edge: tuple[np.ndarray, np.ndarray], given: Pair, seen: Windows
+  queries: Queries,
+  keys: _Globals,
+  edge: tuple[np.ndarray, np.ndarray],
+  registers: Pair,
+  seen: Windows,
 ) -> list[Part]:
   """The registers and the document starts outside the window, all at the window's edge."""
   starts = keys.starts
-  slots = keys.starts.keys.shape[1]
-  count = given[0].shape[0]
+  slots = starts.keys.shape[1]
+  register_keys, register_values = registers
+  count = len(register_keys)
   if not count + slots:
     return []
-  distance = queries.positions[:, :, None] - np.arange(slots)[None, None]
+  query_positions = queries.positions[:, :, None]
+  start_positions = np.arange(slots)
+  distance = query_positions - start_positions[None, None]
   if keys.skipped is not None:
     inside, positions = keys.skipped
     first = jnp.where(positions < slots, inside.segment_ids, 0)
     firsts = inside._replace(segment_ids=first)
     starts = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), starts, firsts)
-    from_inside = queries.positions[:, :, None] - positions[:, None, :]
-    distance = jnp.concatenate([distance, from_inside], axis=2)
+    distance_inside = query_positions - positions[:, None, :]
+    distance = jnp.concatenate([distance, distance_inside], axis=2)
   outside = distance > seen.width * seen.dilation
   if seen.dilation > 1:
     outside |= (distance > 0) & (distance % seen.dilation > 0)
   visible = outside & same_document(queries.segment_ids, starts.segment_ids)
+  rows = len(queries.q)
 
-  def after_registers(part, of_starts):
-    registers = jnp.broadcast_to(part, (len(queries.q), *part.shape))
-    return jnp.concatenate([registers.astype(of_starts.dtype), of_starts], axis=1)
+  def behind_registers(registers, starts):
+    registers_of_rows = jnp.broadcast_to(registers, (rows, *registers.shape))
+    cast = registers_of_rows.astype(starts.dtype)
+    return jnp.concatenate([cast, starts], axis=1)
 
-  k = after_registers(given[0], starts.keys)
-  v = after_registers(given[1], starts.values)
+  k = behind_registers(register_keys, starts.keys)
+  v = behind_registers(register_values, starts.values)
   mask = jnp.pad(visible, ((0, 0), (0, 0), (count, 0)), constant_values=True)
   # A score depends on the difference of two coordinates, so the keys are rotated backwards instead
   # of the queries forwards: without dilation they are few.
   cos, sin = edge
-  return [Part.of(queries.q, rotate(k, cos, -sin), v, mask)]
+  rotated = rotate(k, cos, -sin)
+  part = Part.of(queries.q, rotated, v, mask)
+  return [part]
 
 
 def _attend_heads(
@@ -88,22 +99,27 @@ def _attend_heads(
   steps = -(-time // d)
   size = max(1, min(seen.slice_size // d, window, steps))
   if seen.kernels is not None:  # of whole blocks
-    most = min(window + (not slots), time)
+    own_key = 0 if slots else 1
+    most = min(window + own_key, time)
     size = kernels.slice_size(seen.kernels, most, seen.slice_size)
   back = -(-window // size)
 
   def with_reach(old, new):
     """The carried tokens, as whole slices, before the new ones."""
-    old = slices.split_residues(old[:, old.shape[1] - window * d :], d)
+    window_begin = old.shape[1] - window * d
+    old_residues = slices.split_residues(old[:, window_begin:], d)
+    new_residues = slices.split_residues(new, d)
+    rows, _, *rest = old_residues.shape
     missing = back * size - window
-    padding = jnp.zeros((old.shape[0], missing, *old.shape[2:]), old.dtype)
-    return jnp.concatenate([padding, old, slices.split_residues(new, d)], axis=1)
+    padding = jnp.zeros((rows, missing, *rest), old.dtype)
+    return jnp.concatenate([padding, old_residues, new_residues], axis=1)
 
   row = jax.tree.map(with_reach, carry.window, tokens)
-  count = -(-time // (size * d))
-  begins = size * d * jnp.arange(count)[None]
-  begins = jnp.broadcast_to(begins, (batch, count))
-  ends = jnp.concatenate([begins, length[:, None]], axis=1)
+  slice_time = size * d
+  count = -(-time // slice_time)
+  begins = slice_time * jnp.arange(count)
+  begins_of_rows = jnp.broadcast_to(begins[None], (batch, count))
+  ends = jnp.concatenate([begins_of_rows, length[:, None]], axis=1)
   starts, _ = kv_cache.starts_before(carry.starts, tokens, queries.positions, ends)
 
   def for_each_residue(x):
@@ -112,10 +128,13 @@ def _attend_heads(
     return jnp.repeat(x, d, axis=1)
 
   def before_slices(x):
-    return for_each_residue(jnp.moveaxis(x[:, :-1], 1, 0))
+    but_last = x[:, :-1]
+    by_slice = jnp.moveaxis(but_last, 1, 0)
+    return for_each_residue(by_slice)
 
   def inside_slices(x):
-    return for_each_residue(slices.cut(x, size * d))
+    by_slice = slices.cut(x, slice_time)
+    return for_each_residue(by_slice)
 
   before = jax.tree.map(before_slices, starts)
   skipped = None
@@ -127,7 +146,8 @@ def _attend_heads(
 
   global_keys = _Globals(before, skipped)
   out = attend_windows(seen, queries, row, (back, 0), size, global_part, global_keys, dropout)
-  return out, jax.tree.map(lambda x: x[:, -1], starts)
+  starts_at_end = jax.tree.map(lambda x: x[:, -1], starts)
+  return out, starts_at_end
 
 
 @jax.named_scope('attention')
@@ -162,15 +182,20 @@ def sliding_window_attention(
   after_chunk = None
   if sequence_parallel.axes():
     carry, after_chunk = kv_cache.exchange_halo(carry, tokens, positions, length)
+  register_keys, register_values = registers
   outs = []
   starts = []
   for number, seen in enumerate(windows):
+    heads = seen.heads
+    queries = Queries(q[:, :, seen.query_heads], positions, segment_ids)
+    window_of_heads = carry.window.of_heads(heads)
+    starts_of_heads = carry.starts.of_heads(heads)
     out, started = _attend_heads(
-      Queries(q[:, :, seen.query_heads], positions, segment_ids),
-      tokens.of_heads(seen.heads),
+      queries,
+      tokens.of_heads(heads),
       length,
-      AttentionCarry(carry.window.of_heads(seen.heads), carry.starts.of_heads(seen.heads)),
-      (registers[0][:, seen.heads], registers[1][:, seen.heads]),
+      AttentionCarry(window_of_heads, starts_of_heads),
+      (register_keys[:, heads], register_values[:, heads]),
       seen,
       dropout and dropout.of(number),
     )
@@ -181,6 +206,6 @@ def sliding_window_attention(
     return out, after_chunk
   keys = jnp.concatenate([started.keys for started in starts], axis=2)
   values = jnp.concatenate([started.values for started in starts], axis=2)
-  after = KVCache(keys, values, starts[0].segment_ids)
+  joined_starts = KVCache(keys, values, starts[0].segment_ids)
   window = kv_cache.slide_window(carry.window, tokens, length)
-  return out, AttentionCarry(window, after)
+  return out, AttentionCarry(window, joined_starts)

@@ -26,11 +26,14 @@ class Dropout(NamedTuple):
 
   def of(self, part: Array | int) -> 'Dropout':
     """The dropout of one part of the keys, or of one slice: independent of the others."""
-    return Dropout(jax.random.fold_in(self.key, part), self.rate)
+    key = jax.random.fold_in(self.key, part)
+    return Dropout(key, self.rate)
 
   def __call__(self, weights: Array) -> Array:
-    kept = jax.random.bernoulli(self.key, 1 - self.rate, weights.shape)
-    return jnp.where(kept, weights / (1 - self.rate), 0)
+    kept_share = 1 - self.rate
+    is_kept = jax.random.bernoulli(self.key, kept_share, weights.shape)
+    scaled = weights / kept_share
+    return jnp.where(is_kept, scaled, 0)
 
 
 class Part(NamedTuple):
@@ -48,7 +51,9 @@ class Part(NamedTuple):
   def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
     queries = group_queries(q, k.shape[2])
-    return cls(queries, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask)
+    keys = jnp.swapaxes(k, 1, 2)
+    values = jnp.swapaxes(v, 1, 2)
+    return cls(queries, keys, values, mask)
 
 
 def same_document(queries: Array, keys: Array) -> Array:
@@ -56,7 +61,9 @@ def same_document(queries: Array, keys: Array) -> Array:
 
   bool [B, S, N].
   """
-  return queries[:, :, None] == keys[:, None]
+  query_documents = queries[:, :, None]
+  key_documents = keys[:, None]
+  return query_documents == key_documents
 
 
 def group_queries(q: Array, kv_heads: int) -> Array:
@@ -81,16 +88,19 @@ def _logits(part: Part) -> Array:
   """The masked scores of a part: [B, J, Q, N] in the wide dtype."""
   dtype = wide(part.q.dtype)
   scores = jnp.einsum('bjqk,bjnk->bjqn', part.q, part.k, preferred_element_type=dtype)
-  batch, kv_heads, queries, keys = scores.shape
-  grouped = scores.reshape(batch, kv_heads, -1, part.mask.shape[1], keys)
-  masked = jnp.where(part.mask[:, None, None], grouped, MASKED)
-  return masked.reshape(batch, kv_heads, queries, keys)
+  batch, kv_heads, _, keys = scores.shape
+  _, tokens, _ = part.mask.shape
+  by_group = scores.reshape(batch, kv_heads, -1, tokens, keys)
+  mask = part.mask[:, None, None]
+  masked = jnp.where(mask, by_group, MASKED)
+  return masked.reshape(scores.shape)
 
 
 def _dropped(weights: Array, dropout: Dropout | None, part: int) -> Array:
   if dropout is None:
     return weights
-  return dropout.of(part)(weights)
+  part_dropout = dropout.of(part)
+  return part_dropout(weights)
 
 
 @jax.custom_vjp
@@ -115,12 +125,16 @@ def _attend_forward(parts, dropout):
   for number, (part, scores) in enumerate(zip(parts, logits, strict=True)):
     weights = jnp.exp(scores - largest)
     total += jnp.sum(weights, axis=-1, keepdims=True)
-    weights = _dropped(weights, dropout, number).astype(part.v.dtype)
-    out += jnp.einsum('bjqn,bjnk->bjqk', weights, part.v, preferred_element_type=out.dtype)
+    dropped = _dropped(weights, dropout, number)
+    narrow = dropped.astype(part.v.dtype)
+    out += jnp.einsum('bjqn,bjnk->bjqk', narrow, part.v, preferred_element_type=out.dtype)
   # Dividing the sum [Q, K] instead of the weights [Q, N] saves a pass over the latter.
-  out = checkpoint_name(out / total, 'attention')
-  log_total = checkpoint_name(largest + jnp.log(total), 'attention')
-  return (out, log_total), (parts, dropout, out, log_total)
+  out = out / total
+  out = checkpoint_name(out, 'attention')
+  log_total = largest + jnp.log(total)
+  log_total = checkpoint_name(log_total, 'attention')
+  residuals = (parts, dropout, out, log_total)
+  return (out, log_total), residuals
 
 
 def attend_backward(residuals, gradients):
@@ -130,22 +144,24 @@ def attend_backward(residuals, gradients):
   parts, dropout, out, log_total = residuals
   gradient, d_log_total = gradients
   shared = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
+  dtype = gradient.dtype
   cotangents = []
   for number, part in enumerate(parts):
     narrow = part.v.dtype
-    dtype = gradient.dtype
+    narrow_gradient = gradient.astype(narrow)
     # A logit that is computed again may be rounded above the logarithm of the sum.
-    weights = jnp.exp(jnp.minimum(_logits(part) - log_total, 0))
-    d_weights = jnp.einsum(
-      'bjqk,bjnk->bjqn', gradient.astype(narrow), part.v, preferred_element_type=dtype
-    )
-    d_scores = weights * (_dropped(d_weights, dropout, number) - shared)
+    log_weights = jnp.minimum(_logits(part) - log_total, 0)
+    weights = jnp.exp(log_weights)
+    d_weights = jnp.einsum('bjqk,bjnk->bjqn', narrow_gradient, part.v, preferred_element_type=dtype)
+    d_kept_weights = _dropped(d_weights, dropout, number)
+    d_scores = weights * (d_kept_weights - shared)
     d_scores = d_scores.astype(narrow)
-    weights = _dropped(weights, dropout, number).astype(narrow)
+    kept_weights = _dropped(weights, dropout, number)
     d_q = jnp.einsum('bjqn,bjnk->bjqk', d_scores, part.k)
     d_k = _sum_over_queries(part.q, d_scores)
-    d_v = _sum_over_queries(gradient.astype(narrow), weights)
-    cotangents.append(Part(d_q, d_k, d_v, None))
+    d_v = _sum_over_queries(narrow_gradient, kept_weights.astype(narrow))
+    cotangent = Part(d_q, d_k, d_v, None)
+    cotangents.append(cotangent)
   return tuple(cotangents), None
 
 
@@ -154,5 +170,6 @@ attend.defvjp(_attend_forward, attend_backward)
 
 def _sum_over_queries(x: Array, weights: Array) -> Array:
   # As [K, Q] @ [Q, N], so that a CPU transposes the small operand and not the weights.
-  sums = jnp.einsum('bjkq,bjqn->bjkn', jnp.swapaxes(x, 2, 3), weights)
+  x_by_channel = jnp.swapaxes(x, 2, 3)
+  sums = jnp.einsum('bjkq,bjqn->bjkn', x_by_channel, weights)
   return jnp.swapaxes(sums, 2, 3)

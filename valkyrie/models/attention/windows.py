@@ -40,9 +40,11 @@ def windows_of(
   first = 0
   group = heads // len(dilations)
   for dilation, run in itertools.groupby(dilations):
-    last = first + len(list(run))
+    count = len(list(run))
+    last = first + count
+    keys = slice(first, last)
     queries = slice(group * first, group * last)
-    yield Windows(slice(first, last), queries, width, dilation, slice_size, rotary)
+    yield Windows(keys, queries, width, dilation, slice_size, rotary)
     first = last
 
 
@@ -78,22 +80,28 @@ def attend_windows(
   """
   batch, time, heads, width = queries.q.shape
   d = seen.dilation
-  near_slices = sum(around) + 1  # its own included
+  before, behind = around
+  near_slices = before + 1 + behind
   residues = jax.tree.map(lambda x: slices.split_residues(x, d), queries)
   by_slice = jax.tree.map(lambda x: slices.cut(x, size), residues)
   near_by_slice = jax.tree.map(lambda x: slices.overlapping(x, size, near_slices), row)
   by_kernel = seen.kernels is not None
   draws = None
   if dropout is not None:
-    draws = jax.vmap(dropout.of)(jnp.arange(len(by_slice.q)))
-  length = near_by_slice.keys.shape[2]
-  first = around[0] * size
-  own = slice(first, first + size)
-  edge = slice(seen.width, seen.width + 1)
+    draw_slices = jax.vmap(dropout.of)
+    draws = draw_slices(jnp.arange(len(by_slice.q)))
+  length = near_slices * size
+  first = before * size
+  last = first + size
   cos, sin = seen.rotary.angles(length, width, d)
-  query = np.arange(first, first + size)
-  steps = query[:, None] - np.arange(length)[None]
-  nearest = -seen.width if around[1] else 0
+  query_cos = cos[first:last]
+  query_sin = sin[first:last]
+  edge = slice(seen.width, seen.width + 1)
+  edge_angle = (cos[edge], sin[edge])
+  query = np.arange(first, last)
+  key = np.arange(length)
+  steps = query[:, None] - key[None]
+  nearest = -seen.width if behind else 0
   inside = (steps >= nearest) & (steps <= seen.width)
 
   def attend_slice(one):
@@ -101,28 +109,32 @@ def attend_windows(
     now = now._replace(q=now.q * width**-0.5)
     keys = rotate(near.keys, cos, sin)
     visible = same_document(now.segment_ids, near.segment_ids) & inside[None]
-    q = rotate(now.q, cos[own], sin[own])
+    q = rotate(now.q, query_cos, query_sin)
     window = Part.of(q, keys, near.values, visible)
-    further = others(now, other_keys, (cos[edge], sin[edge]))
+    further = others(now, other_keys, edge_angle)
     if by_kernel:
       form = kernels.Form(size, length, seen.width, seen.kernels)
       segments = (now.segment_ids, near.segment_ids)
       return kernels.attend(form, q, keys, near.values, segments, further)
     out, _ = attend((window, *further), dropout)
-    return ungroup_queries(out.astype(now.q.dtype), heads)
+    narrow = out.astype(now.q.dtype)
+    return ungroup_queries(narrow, heads)
 
-  inputs = by_slice, near_by_slice, other_keys, draws
+  inputs = (by_slice, near_by_slice, other_keys, draws)
   if by_kernel:  # a row for each slice
     rows = jax.tree.map(_merge_leading, inputs)
-    out = attend_slice(rows).reshape(by_slice.q.shape)
+    out = attend_slice(rows)
+    out = out.reshape(by_slice.q.shape)
   else:
     logits = batch * d * heads * size * length
     out = slices.for_each(attend_slice, inputs, logits=logits)
-  by_residue = slices.join(out, -(-time // d))
+  residue_time = residues.q.shape[1]
+  by_residue = slices.join(out, residue_time)
   return slices.merge_residues(by_residue, d, time)
 
 
 def _merge_leading(x: Array) -> Array:
   """[N, B, ...] -> [N · B, ...]."""
   count, batch, *rest = x.shape
-  return x.reshape(count * batch, *rest)
+  rows = count * batch
+  return x.reshape(rows, *rest)

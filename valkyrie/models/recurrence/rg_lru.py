@@ -87,41 +87,54 @@ class RGLRU(Module):
         f'RGLRU.width={self.width} differs from its input, of width {x.shape[-1]}. Set it to '
         'that, which is GatedRecurrence.width inside a GatedRecurrence.'
       )
-    reset = (positions == 0).T
+    starts = positions == 0
+    reset = starts.T
     length = jnp.sum(segment_ids > 0, axis=1)
     x_over_time = jnp.swapaxes(x, 0, 1)
     recurrence_gate, input_gate = self._gates(x_over_time)
     rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
-    log_decay = -_C * jax.nn.softplus(rate)[None, None] * recurrence_gate
-    inputs = gain(log_decay, reset) * input_gate * x_over_time.astype(wide(x.dtype))
+    token_rate = jax.nn.softplus(rate)[None, None]
+    log_decay = -_C * token_rate * recurrence_gate
+    wide_x = x_over_time.astype(wide(x.dtype))
+    inputs = gain(log_decay, reset) * input_gate * wide_x
     growth = jnp.expm1(log_decay)
-    inputs = scan.begun(growth, inputs, self.first_state(carry), reset)
+    first = self.first_state(carry)
+    inputs = scan.begun(growth, inputs, first, reset)
     states, after = sharded_scan.scan_chunk(
       growth, inputs, carry, reset, length, form=self.scan_form
     )
-    return jnp.swapaxes(states, 0, 1).astype(x.dtype), after
+    out = jnp.swapaxes(states, 0, 1)
+    return out.astype(x.dtype), after
 
   def _gates(self, x: Array) -> list[Array]:
     """r and i of x [T, B, F], both [T, B, F] in float32 or wider."""
     block = self.width // self.heads
     dtype = wide(x.dtype)
     init = hk.initializers.RandomNormal(block**-0.5)
-    shape = (self.heads, block, block)
     gates = ('recurrence', 'input')
-    axes = ('heads', None, None)
-    matrices = [parameter(f'{gate}_gate', shape, init, axes=axes, cast=x.dtype) for gate in gates]
-    biases = [
-      parameter(f'{gate}_bias', (self.width,), jnp.zeros, axes=('state',)) for gate in gates
-    ]
-    weights = jnp.concatenate(matrices, axis=2).astype(x.dtype)
-    blocks = x.reshape(-1, self.heads, block).astype(dtype)
-    products = jnp.einsum('nhi,hij->nhj', blocks, weights.astype(dtype))
+
+    def matrix(gate):
+      shape = (self.heads, block, block)
+      axes = ('heads', None, None)
+      return parameter(f'{gate}_gate', shape, init, axes=axes, cast=x.dtype)
+
+    def bias(gate):
+      return parameter(f'{gate}_bias', (self.width,), jnp.zeros, axes=('state',))
+
+    matrices = [matrix(gate) for gate in gates]
+    biases = [bias(gate) for gate in gates]
+    rounded = jnp.concatenate(matrices, axis=2).astype(x.dtype)
+    weights = rounded.astype(dtype)
+    x_blocks = x.reshape(-1, self.heads, block)
+    wide_blocks = x_blocks.astype(dtype)
+    products = jnp.einsum('nhi,hij->nhj', wide_blocks, weights)
     driven = jnp.split(products, 2, axis=-1)
 
-    def gate(product, bias):
-      return jax.nn.sigmoid(product.reshape(x.shape) + bias[None, None])
+    def activated(product, bias):
+      logits = product.reshape(x.shape) + bias[None, None]
+      return jax.nn.sigmoid(logits)
 
-    return [gate(product, bias) for product, bias in zip(driven, biases, strict=True)]
+    return [activated(product, bias) for product, bias in zip(driven, biases, strict=True)]
 
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
@@ -134,8 +147,10 @@ class RGLRU(Module):
       # a^c = exp(-2 rate) is uniform: by its distance to 1, which keeps the digits of slow ones.
       low = -math.expm1(-2 * slowest)
       high = -math.expm1(-2 * fastest)
-      rate = -jnp.log1p(-(low + (high - low) * uniform)) / 2
-    return inverse_softplus(2 * rate / _C)
+      distance = low + (high - low) * uniform
+      rate = -jnp.log1p(-distance) / 2
+    softplus = 2 * rate / _C
+    return inverse_softplus(softplus)
 
 
 def gain(log_decay: Array, reset: Array) -> Array:
@@ -143,4 +158,6 @@ def gain(log_decay: Array, reset: Array) -> Array:
   # The factor keeps the variance of a long sum; a document starts without one. The published code
   # bounds the slope of the root by 1000, reached at time constants of millions of tokens. Here only
   # a closed gate, r = 0 in float32, has another slope: 0.
-  return jnp.where(reset[..., None], 1.0, root(-jnp.expm1(2 * log_decay)))
+  starts = reset[..., None]
+  square_gain = -jnp.expm1(2 * log_decay)
+  return jnp.where(starts, 1.0, root(square_gain))

@@ -42,17 +42,23 @@ class Complex(NamedTuple):
     return Complex(re, im)
 
   def __add__(self, other: 'Complex') -> 'Complex':
-    return Complex(self.re + other.re, self.im + other.im)
+    re = self.re + other.re
+    im = self.im + other.im
+    return Complex(re, im)
 
   def __sub__(self, other: 'Complex') -> 'Complex':
-    return Complex(self.re - other.re, self.im - other.im)
+    re = self.re - other.re
+    im = self.im - other.im
+    return Complex(re, im)
 
   def conj(self) -> 'Complex':
     return Complex(self.re, -self.im)
 
   def map(self, f: Callable[[Array], Array]) -> 'Complex':
     """f applied to each part."""
-    return Complex(f(self.re), f(self.im))
+    re = f(self.re)
+    im = f(self.im)
+    return Complex(re, im)
 
 
 _BLOCK = 8  # steps, of the associative form
@@ -73,9 +79,11 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
   def step(carry, now):
     state, lost = _unless(now['reset'], carry)
     # Kahan: what the addition below loses is added to the next change.
-    change = now.get('growth', constant) * state + now['input'] + lost
+    growth = now.get('growth', constant)
+    change = growth * state + now['input'] + lost
     after = state + change
-    lost = change - (after - state)
+    added = after - state
+    lost = change - added
     return (after, lost), after
 
   zero = jax.tree.map(lambda part: jnp.zeros_like(part[0]), inputs)
@@ -97,8 +105,10 @@ def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool)
   def before_block(part):
     zero = jnp.zeros_like(part[:1])
     if reverse:
-      return jnp.concatenate([part[1:], zero])
-    return jnp.concatenate([zero, part[:-1]])
+      later = part[1:]
+      return jnp.concatenate([later, zero])
+    earlier = part[:-1]
+    return jnp.concatenate([zero, earlier])
 
   begins = jax.tree.map(before_block, ends)
   _, *states = itertools.accumulate(steps, _after, initial=begins)
@@ -107,19 +117,22 @@ def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool)
 
   def joined(*parts):
     by_block = jnp.stack(parts, axis=1)
-    return by_block.reshape(-1, *by_block.shape[2:])[:time]
+    _, _, *rest = by_block.shape
+    by_step = by_block.reshape(-1, *rest)
+    return by_step[:time]
 
   return jax.tree.map(joined, *states)
 
 
 def _steps_of_blocks(tree: Any, time: int) -> list[Any]:
   """Step s of every block, for each s: leaves [T, B, P] -> a list of leaves [T / _BLOCK, B, P]."""
-  count = -(-time // _BLOCK)
+  missing = -time % _BLOCK
 
   def cut(part):
     if part.shape[0] == 1:  # the same at every step
       return [part] * _BLOCK
-    padding = [(0, count * _BLOCK - time), *[(0, 0)] * (part.ndim - 1)]
+    padding = [(0, 0)] * part.ndim
+    padding[0] = (0, missing)
     padded = jnp.pad(part, padding)
     return [lax.slice_in_dim(padded, s, None, _BLOCK) for s in range(_BLOCK)]
 
@@ -132,7 +145,8 @@ def _after(state: Number, step: tuple[Array, Number, Number]) -> Number:
   """The state after a step of (reset, growth, input)."""
   r, g, x = step
   select = functools.partial(jnp.where, r)
-  return jax.tree.map(select, x, state + (x + g * state))
+  change = x + g * state
+  return jax.tree.map(select, x, state + change)
 
 
 def _then(first: Any, second: Any) -> Any:
@@ -141,14 +155,18 @@ def _then(first: Any, second: Any) -> Any:
   r2, g2, _ = second
   # (1 + g2)(1 + g1) = 1 + (g1 + g2 + g2 g1). The two smaller terms of a long memory are added
   # first, and no growth across a reset is read: a growth that is constant stays one number.
-  return r1 | r2, g1 + g2 + g2 * g1, _after(x1, second)
+  reset = r1 | r2
+  growth = g1 + g2 + g2 * g1
+  added = _after(x1, second)
+  return reset, growth, added
 
 
 FORMS = {'sequential': _sequential, 'associative': _associative}
 
 
 def _length(x: Number) -> int:
-  return jax.tree.leaves(x)[0].shape[0]
+  leaves = jax.tree.leaves(x)
+  return len(leaves[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -185,18 +203,21 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
   def next_step(part):
     return join(part[rest], part[first])
 
-  next_reset = join(reset[rest], jnp.ones_like(reset[first]))
+  end = jnp.ones_like(reset[first])
+  next_reset = join(reset[rest], end)
   later = growth.conj()
   if _length(growth) > 1:
     later = jax.tree.map(next_step, later)
   adjoint = _recurrence(form, not reverse, later, next_reset, cotangent)
   before = jax.tree.map(lambda part: part[but_last], states)
   kept = _unless(reset[rest], before)
-  products = kept.conj() * jax.tree.map(lambda part: part[rest], adjoint)
+  adjoint_after = jax.tree.map(lambda part: part[rest], adjoint)
+  products = kept.conj() * adjoint_after
 
   def growth_cotangent(g, part):
     if g.shape[0] > 1:
-      part = join(jnp.zeros_like(part[first]), part)  # the first input holds x_0
+      zero = jnp.zeros_like(part[first])  # the first input holds x_0
+      part = join(zero, part)
     summed = [axis for axis in range(part.ndim) if g.shape[axis] == 1 != part.shape[axis]]
     return jnp.sum(part, axis=summed, keepdims=True)
 
@@ -219,11 +240,13 @@ def diagonal_scan(
   reset = reset[..., None]
   growth = _over_time(growth)
   first = jax.tree.map(lambda part: part[0], growth)
-  # x_0 enters through the first input: every form continues a chunk by this line.
-  carried = _unless(reset[0], first * initial + initial)
+  # x_0 enters through the first input: every form continues a chunk by these lines.
+  decayed = first * initial + initial
+  carried = _unless(reset[0], decayed)
   inputs = jax.tree.map(lambda part, x: part.at[0].add(x), inputs, carried)
-  fastest = 'sequential' if platform() == 'cpu' else 'associative'
-  return _recurrence(form or fastest, False, growth, reset, inputs)
+  if form is None:
+    form = 'sequential' if platform() == 'cpu' else 'associative'
+  return _recurrence(form, False, growth, reset, inputs)
 
 
 def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) -> Number:
@@ -231,14 +254,20 @@ def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) ->
   if first is None:
     return inputs
   first = _over_time(first)
-  entering = _over_time(growth) * first + first
+  growth = _over_time(growth)
+  entering = growth * first + first
   starts = reset[..., None]
-  return jax.tree.map(lambda b, x: jnp.where(starts, b + x, b), inputs, entering)
+
+  def begin(b, x):
+    return jnp.where(starts, b + x, b)
+
+  return jax.tree.map(begin, inputs, entering)
 
 
 def _over_time(x: Number) -> Number:
   """[T, B, P] as it is, and [P] as [1, 1, P], the same at every step."""
-  if jax.tree.leaves(x)[0].ndim == 3:
+  leaves = jax.tree.leaves(x)
+  if leaves[0].ndim == 3:
     return x
   return jax.tree.map(lambda part: part[None, None], x)
 
@@ -247,8 +276,9 @@ def state_after(states: Number, initial: Number, length: Array) -> Number:
   """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
 
   def pick(part, first):
-    index = jnp.maximum(length - 1, 0)[None, :, None]
-    last = jnp.take_along_axis(part, index, axis=0)[0]
-    return jnp.where(length[:, None] > 0, last, first)
+    index = jnp.maximum(length - 1, 0)
+    last = jnp.take_along_axis(part, index[None, :, None], axis=0)
+    is_read = length[:, None] > 0
+    return jnp.where(is_read, last[0], first)
 
   return jax.tree.map(pick, states, initial)

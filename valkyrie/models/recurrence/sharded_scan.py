@@ -35,7 +35,8 @@ class Piece(NamedTuple):
 def then(first: Piece, second: Piece) -> Piece:
   """The effect of the first piece, then of the second."""
   decay = second.decay * first.decay
-  state = second.decay * first.state + second.state
+  kept = second.decay * first.state
+  state = kept + second.state
   return Piece(decay, state)
 
 
@@ -55,12 +56,16 @@ def scan_chunk(
   zero = jax.tree.map(jnp.zeros_like, carry)
   known = sequence_parallel.select_first(carry, zero)
   states = diagonal_scan(growth, inputs, known, reset, form=form)
-  is_constant = jax.tree.leaves(growth)[0].ndim == 1
+  real_growth = jax.tree.leaves(growth)[0]
+  is_constant = real_growth.ndim == 1
   decays = _powers if is_constant else _running_product
-  through, grow = decays(growth, known, reset, length, form)
-  piece = Piece(through, state_after(states, known, length))
-  before, after = sequence_parallel.device_prefix_scan(piece, then, piece._replace(state=zero))
-  return states + grow(before.state), after.state
+  decay, grow = decays(growth, known, reset, length, form)
+  last_state = state_after(states, known, length)
+  piece = Piece(decay, last_state)
+  without_state = piece._replace(state=zero)
+  before, after = sequence_parallel.device_prefix_scan(piece, then, without_state)
+  grown = grow(before.state)
+  return states + grown, after.state
 
 
 def _running_product(growth, state, reset, length, form):
@@ -72,9 +77,16 @@ def _running_product(growth, state, reset, length, form):
   products = diagonal_scan(growth, zero, one, reset, form=form)
 
   def grow(x):
-    return products * jax.tree.map(lambda part: part[None], x)
+    x_of_steps = jax.tree.map(_over_steps, x)
+    return products * x_of_steps
 
-  return state_after(products, one, length), grow
+  decay = state_after(products, one, length)
+  return decay, grow
+
+
+def _over_steps(x: Array) -> Array:
+  """[...] -> [1, ...]."""
+  return x[None]
 
 
 def _powers(growth, state, reset, length, form):
@@ -82,17 +94,21 @@ def _powers(growth, state, reset, length, form):
   time = reset.shape[0]
   steps = np.arange(time)[:, None]
   table = powers(growth, time)
-  survives = jnp.min(jnp.where(reset, steps, time), axis=0)  # steps before the first reset
-  passes = (survives >= length)[:, None]
-  lives = (steps < survives[None])[..., None]
+  reset_steps = jnp.where(reset, steps, time)
+  survives = jnp.min(reset_steps, axis=0)  # steps before the first reset
+  passes = survives >= length
+  passes_states = passes[:, None]
+  lives = steps < survives[None]
+  lives_states = lives[..., None]
 
   def grow(x):
-    once = growth.map(lambda part: part[None]) * x + x
+    once = growth.map(_over_steps) * x + x
     grown = table.times(once, time)
-    return grown.map(lambda part: jnp.where(lives, part, 0))
+    return grown.map(lambda part: jnp.where(lives_states, part, 0))
 
-  through = table.at(length)
-  return through.map(lambda part: jnp.where(passes, part, 0)), grow
+  whole_decay = table.at(length)
+  decay = whole_decay.map(lambda part: jnp.where(passes_states, part, 0))
+  return decay, grow
 
 
 class Powers(NamedTuple):
@@ -103,7 +119,8 @@ class Powers(NamedTuple):
 
   def at(self, exponents: Array) -> Complex:
     """Λ̄ to these powers, int32 [B] -> [B, P]."""
-    k, r = jnp.divmod(exponents, self.fine.re.shape[0])
+    q = len(self.fine.re)
+    k, r = jnp.divmod(exponents, q)
     coarse = self.coarse.map(lambda part: part[k])
     fine = self.fine.map(lambda part: part[r])
     return coarse * fine
@@ -111,20 +128,26 @@ class Powers(NamedTuple):
   def times(self, x: Complex, count: int) -> Complex:
     """Λ̄^t x for t < count: [B, P] -> [count, B, P]."""
     fine = self.fine.map(lambda part: part[:, None])
-    fine_times_x = fine * x.map(lambda part: part[None])  # [q, B, P]
+    x_of_steps = x.map(_over_steps)
+    fine_times_x = fine * x_of_steps  # [q, B, P]
     coarse = self.coarse.map(lambda part: part[:, None, None])
-    grown = coarse * fine_times_x.map(lambda part: part[None])  # [m, q, B, P]
+    fine_of_steps = fine_times_x.map(_over_steps)
+    grown = coarse * fine_of_steps  # [m, q, B, P]
 
     def joined(part):
-      return part.reshape(-1, *part.shape[2:])[:count]
+      _, _, *rest = part.shape
+      powers_of_x = part.reshape(-1, *rest)
+      return powers_of_x[:count]
 
     return grown.map(joined)
 
 
 def powers(growth: Complex, highest: int) -> Powers:
   """The tables for the powers 0 to `highest` of the decay 1 + growth [P]; differentiable."""
-  size = 1 << (highest.bit_length() + 1) // 2  # q, about the root of `highest`
-  return _tables(size, highest // size + 1, growth)
+  half_bits = (highest.bit_length() + 1) // 2
+  size = 1 << half_bits  # q, about the root of `highest`
+  count = highest // size + 1
+  return _tables(size, count, growth)
 
 
 class _Twofold(NamedTuple):
@@ -138,25 +161,34 @@ class _Twofold(NamedTuple):
     product = self.high * other.high
     a, a_rest = _halves(self.high)
     b, b_rest = _halves(other.high)
-    lost = ((a * b - product) + a * b_rest + a_rest * b) + a_rest * b_rest
-    of_low_parts = self.high * other.low + self.low * other.high
-    return _Twofold(product, lost + of_low_parts).normalized()
+    lost = a * b - product
+    lost += a * b_rest
+    lost += a_rest * b
+    lost += a_rest * b_rest
+    low_products = self.high * other.low + self.low * other.high
+    low = lost + low_products
+    return _Twofold(product, low).normalized()
 
   def __add__(self, other: '_Twofold') -> '_Twofold':
     # Knuth's sum: what the addition of the high parts loses is exact.
     total = self.high + other.high
     added = total - self.high
-    lost = (self.high - (total - added)) + (other.high - added)
-    low = lost + (self.low + other.low)
+    kept = total - added
+    lost = self.high - kept
+    lost_of_other = other.high - added
+    low = (lost + lost_of_other) + (self.low + other.low)
     return _Twofold(total, low).normalized()
 
   def __sub__(self, other: '_Twofold') -> '_Twofold':
-    return self + _Twofold(-other.high, -other.low)
+    negative = _Twofold(-other.high, -other.low)
+    return self + negative
 
   def normalized(self) -> '_Twofold':
     # Exact where |low| <= |high|: high + low stays as it is, and low becomes the error of rounding.
     high = self.high + self.low
-    return _Twofold(high, self.low - (high - self.high))
+    added = high - self.high
+    low = self.low - added
+    return _Twofold(high, low)
 
 
 def _exactly(x: Array) -> Any:
@@ -179,7 +211,8 @@ def _powers_of(base: Any, count: int) -> Any:
 
   def repeat(first, z):
     repeated = jnp.broadcast_to(z, (count - 1, *z.shape))
-    return jnp.concatenate([first[None], repeated])
+    first = _over_steps(first)
+    return jnp.concatenate([first, repeated])
 
   factors = jax.tree.map(repeat, one, base)
   return lax.associative_scan(lambda a, b: a * b, factors)
@@ -188,13 +221,17 @@ def _powers_of(base: Any, count: int) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _tables(size: int, count: int, growth: Complex) -> Powers:
   # Behind a barrier, since XLA would fold (1 + g) - 1 to g.
-  one = _exactly(lax.optimization_barrier(jnp.ones_like(growth.re)))
-  decay = Complex(one + _exactly(growth.re), _exactly(growth.im))
-  fine = _powers_of(decay, size + 1)
-  last = jax.tree.map(lambda part: part[-1], fine)  # Λ̄^q
-  coarse = _powers_of(last, count)
-  fine = fine.map(lambda part: part.high[:-1])
-  return Powers(fine, coarse.map(lambda part: part.high))
+  ones = jnp.ones_like(growth.re)
+  one = _exactly(lax.optimization_barrier(ones))
+  real = one + _exactly(growth.re)
+  imaginary = _exactly(growth.im)
+  decay = Complex(real, imaginary)
+  powers_to_q = _powers_of(decay, size + 1)
+  last = jax.tree.map(lambda part: part[-1], powers_to_q)  # Λ̄^q
+  powers_of_last = _powers_of(last, count)
+  fine = powers_to_q.map(lambda part: part.high[:-1])
+  coarse = powers_of_last.map(lambda part: part.high)
+  return Powers(fine, coarse)
 
 
 def _tables_forward(size, count, growth):
@@ -206,9 +243,10 @@ def _tables_backward(size, count, tables, cotangent):
   """d Λ̄^n = n Λ̄^(n - 1) dΛ̄; the tables hold all factors but the last."""
 
   def pull_back(lower, exponents, g):
-    n = jnp.asarray(exponents, g.re.dtype)[:, None]
+    n = jnp.asarray(exponents, g.re.dtype)
+    n_of_states = n[:, None]
     products = lower.conj() * g
-    return products.map(lambda part: jnp.sum(n * part, axis=0))
+    return products.map(lambda part: jnp.sum(n_of_states * part, axis=0))
 
   last = tables.fine.map(lambda part: part[-1:])
   lower = jax.tree.map(lambda part: part[:-1], tables)
@@ -216,8 +254,10 @@ def _tables_backward(size, count, tables, cotangent):
   fine_exponents = jnp.arange(1, size)
   coarse_exponents = size * jnp.arange(1, count)
   fine = pull_back(lower.fine, fine_exponents, above.fine)
-  coarse = pull_back(lower.coarse * last, coarse_exponents, above.coarse)
-  return (fine + coarse,)
+  coarse_lower = lower.coarse * last
+  coarse = pull_back(coarse_lower, coarse_exponents, above.coarse)
+  d_growth = fine + coarse
+  return (d_growth,)
 
 
 _tables.defvjp(_tables_forward, _tables_backward)

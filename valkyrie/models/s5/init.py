@@ -25,14 +25,18 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   n = np.arange(size, dtype=np.float64)
   root = np.sqrt(2 * n + 1)
   below = np.tril(np.outer(root, root), -1)
-  a = -(below + np.diag(n + 1))
+  diagonal = np.diag(n + 1)
+  a = -(below + diagonal)
   p = np.sqrt(n + 0.5)
   normal = a + np.outer(p, p)
   # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
   # exact, a general eigenvalue routine is not.
   real = np.mean(np.diagonal(normal))
-  imaginary, vectors = np.linalg.eigh(-1j * (normal - real * np.eye(size)))
-  return real + 1j * imaginary, vectors
+  skew = normal - real * np.eye(size)
+  hermitian = -1j * skew
+  imaginary, vectors = np.linalg.eigh(hermitian)
+  eigenvalues = real + 1j * imaginary
+  return eigenvalues, vectors
 
 
 def block_diagonal(
@@ -48,22 +52,28 @@ def block_diagonal(
   size = states // blocks
   pairs = 2 if conj_sym else 1
   eigenvalues, vectors = hippo_legs_normal(pairs * size)
-  return np.tile(eigenvalues[-size:], blocks), vectors[:, -size:]
+  # The eigenvalues ascend by their imaginary parts: the positive ones are last.
+  kept = eigenvalues[-size:]
+  basis = vectors[:, -size:]
+  return np.tile(kept, blocks), basis
 
 
 def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
   """Truncated normal numbers of variance 1 / fan_in, cut at two standard deviations."""
   deviation = fan_in**-0.5 / _TRUNCATED_DEVIATION
-  return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+  normal = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+  return deviation * normal
 
 
 def input_matrix(key: Array, basis: np.ndarray, blocks: int, width: int) -> Complex:
   """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2)."""
   states = blocks * basis.shape[0]
-  real = _lecun_normal(key, (states, width), states).reshape(blocks, -1, width)
+  real = _lecun_normal(key, (states, width), states)
+  real_blocks = real.reshape(blocks, -1, width)
+  complex_blocks = real_blocks.astype(jnp.complex64)
   conjugate = jnp.asarray(basis, jnp.complex64).conj()
-  by_block = jnp.einsum('np,jnd->jpd', conjugate, real.astype(jnp.complex64))
-  b = by_block.reshape(-1, width)
+  b_blocks = jnp.einsum('np,jnd->jpd', conjugate, complex_blocks)
+  b = b_blocks.reshape(-1, width)
   return Complex(b.real, b.imag)
 
 
@@ -78,15 +88,21 @@ def output_matrix(
   'complex_normal' draws C̃ directly, with variance 1. The others draw C [D, N], and C̃ = C V:
   'trunc_standard_normal' with fan-in N, and 'lecun_normal' with fan-in D·N.
   """
-  states, stored = (blocks * size for size in basis.shape)
+  block_states, block_stored = basis.shape
+  states = blocks * block_states
+  stored = blocks * block_stored
   if method == 'complex_normal':
-    parts = jax.random.normal(key, (2, width, stored), jnp.float32) * 0.5**0.5
-    return Complex(*parts)
-  fan_in = {'trunc_standard_normal': states, 'lecun_normal': width * states}[method]
-  parts = _lecun_normal(key, (2, width, states), fan_in)
-  by_block = jax.lax.complex(*parts).reshape(width, blocks, -1)
-  c = by_block @ jnp.asarray(basis, jnp.complex64)[None]
-  c = c.reshape(width, stored)
+    shape = (2, width, stored)
+    real, imaginary = jax.random.normal(key, shape, jnp.float32) * 0.5**0.5
+    return Complex(real, imaginary)
+  fan_ins = {'trunc_standard_normal': states, 'lecun_normal': width * states}
+  shape = (2, width, states)
+  real, imaginary = _lecun_normal(key, shape, fan_ins[method])
+  drawn = jax.lax.complex(real, imaginary)
+  drawn_blocks = drawn.reshape(width, blocks, -1)
+  v = jnp.asarray(basis, jnp.complex64)
+  c_blocks = drawn_blocks @ v[None]
+  c = c_blocks.reshape(width, stored)
   return Complex(c.real, c.imag)
 
 
@@ -97,5 +113,6 @@ def log_steps(key: Array, rates: np.ndarray, shortest: float, longest: float) ->
   """
   low = np.log(shortest)
   high = np.log(longest)
-  drawn = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
-  return -drawn - np.float32(np.log(rates))
+  log_time_constants = jax.random.uniform(key, rates.shape, jnp.float32, low, high)
+  log_rates = np.float32(np.log(rates))
+  return -log_time_constants - log_rates

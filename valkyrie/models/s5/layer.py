@@ -60,9 +60,11 @@ def activate(
   active = drop(jax.nn.gelu(y))
   if activation == 'gelu':
     return active
-  gate, *projected = products(active, weights)
-  (value,) = {'half_glu1': [active], 'half_glu2': [y], 'full_glu': projected}[activation]
-  return drop(value * jax.nn.sigmoid(gate))
+  logits, *projected = products(active, weights)
+  values = {'half_glu1': [active], 'half_glu2': [y], 'full_glu': projected}
+  (value,) = values[activation]
+  gate = jax.nn.sigmoid(logits)
+  return drop(value * gate)
 
 
 @gin.configurable
@@ -131,12 +133,15 @@ class S5(Module):
 
   def forward_flops(self, width: int) -> int:
     """Real products of B and C, D x 2P each, the recurrence (8 for each state), and the gates."""
-    inputs = 4 * width * self.state_size
-    outputs = 4 * width * self.state_size * self._scans
-    recurrence = 8 * self.state_size * self._scans
-    gates = 2 * len(ACTIVATIONS[self.activation]) * width * width
+    states = self.state_size
+    states_read = states * self._scans
+    inputs = 4 * width * states
+    outputs = 4 * width * states_read
+    recurrence = 8 * states_read
+    gate_matrices = len(ACTIVATIONS[self.activation])
+    gates = 2 * gate_matrices * width * width
     if self.selective:
-      gates += 2 * width * self.state_size
+      gates += 2 * width * states
     return inputs + recurrence + outputs + gates
 
   def __call__(
@@ -159,28 +164,29 @@ class S5(Module):
     ends = None
     if not self.causal:
       initial = self._zero_state(x.shape[0], x.dtype)
-      # The last token of a document, of the chunk, or before padding.
-      next_is_another = (positions[:, 1:] == 0) | (segment_ids[:, 1:] == 0)
-      ends = jnp.pad(next_is_another, ((0, 0), (0, 1)), constant_values=True)
-    y, after = state_space.read(
+      ends = _document_ends(positions, segment_ids)
+    starts = positions == 0
+    length = jnp.sum(segment_ids > 0, axis=1)
+    y, after = state_space.read_chunk(
       system,
       discrete,
       x,
       initial,
-      positions == 0,
-      jnp.sum(segment_ids > 0, axis=1),
+      starts,
+      length,
       ends,
       form=self.scan_form,
       conj_sym=self.conj_sym,
       first=self.first_state(carry) or None,
     )
     widths = dict.fromkeys(ACTIVATIONS[self.activation], width)
-    y = activate(
-      y.astype(x.dtype),
-      projections(x, ('embed', None), **widths),
-      activation=self.activation,
-      drop=lambda value: dropout(value, self.dropout, shared=(1,)),
-    )
+    weights = projections(x, ('embed', None), **widths)
+
+    def drop(value):
+      return dropout(value, self.dropout, shared=(1,))
+
+    y = y.astype(x.dtype)
+    y = activate(y, weights, activation=self.activation, drop=drop)
     if not self.causal:
       return y, ()
     return y, after
@@ -196,37 +202,56 @@ class S5(Module):
       self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
     )
 
+    rates = -np.real(eigenvalues)
+
     def b_init(*_):
-      return jnp.stack(init.input_matrix(hk.next_rng_key(), basis, self.hippo_blocks, width))
+      key = hk.next_rng_key()
+      b = init.input_matrix(key, basis, self.hippo_blocks, width)
+      return jnp.stack(b)
+
+    def c_of_one_scan():
+      key = hk.next_rng_key()
+      method = self.output_init
+      c = init.output_matrix(key, basis, self.hippo_blocks, width, method=method)
+      return jnp.stack(c)
 
     def c_init(*_):
-      keys = [hk.next_rng_key() for _ in range(self._scans)]
-      shape = (basis, self.hippo_blocks, width)
-      method = self.output_init
-      scans = [jnp.stack(init.output_matrix(key, *shape, method=method)) for key in keys]
+      scans = [c_of_one_scan() for _ in range(self._scans)]
       return jnp.concatenate(scans, axis=-1)
 
     def log_step_init(*_):
-      rates = -np.real(eigenvalues)
-      return init.log_steps(hk.next_rng_key(), rates, self.shortest, self.horizon)
+      key = hk.next_rng_key()
+      return init.log_steps(key, rates, self.shortest, self.horizon)
 
-    def constant(value):
-      return hk.initializers.Constant(np.asarray(value, np.float32))
+    def state_parameter(name, value):
+      constant = hk.initializers.Constant(np.asarray(value, np.float32))
+      return parameter(name, (self.state_size,), constant, axes=('state',))
 
-    p = self.state_size
-    state = ('state',)
     if self.discretization == 'normalized':
       # Re Λ = -exp(log_rate): every state decays.
-      log_rate = parameter('log_rate', (p,), constant(np.log(-np.real(eigenvalues))), axes=state)
+      log_rate = state_parameter('log_rate', np.log(rates))
       real_part = -jnp.exp(log_rate)
     else:
-      real_part = parameter('lambda_re', (p,), constant(np.real(eigenvalues)), axes=state)
-    imaginary_part = parameter('lambda_im', (p,), constant(np.imag(eigenvalues)), axes=state)
-    columns = p * self._scans
+      real_part = state_parameter('lambda_re', np.real(eigenvalues))
+    imaginary_part = state_parameter('lambda_im', np.imag(eigenvalues))
+    b_shape = (2, self.state_size, width)
+    b_axes = (None, 'state', 'embed')
     b_form = state_space.input_matrix
+    b = matrix('b', b_shape, b_init, axes=b_axes, form=b_form)
+    c_shape = (2, width, self.state_size * self._scans)
+    c_axes = (None, 'embed', 'state')
     c_form = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
-    b = matrix('b', (2, p, width), b_init, axes=(None, 'state', 'embed'), form=b_form)
-    c = matrix('c', (2, width, columns), c_init, axes=(None, 'embed', 'state'), form=c_form)
-    d = parameter('d', (width,), hk.initializers.RandomNormal(), axes=('activation',))
-    log_step = parameter('log_step', (p,), log_step_init, axes=state)
-    return StateSpace(Complex(real_part, imaginary_part), b, c, d, log_step)
+    c = matrix('c', c_shape, c_init, axes=c_axes, form=c_form)
+    normal = hk.initializers.RandomNormal()
+    d = parameter('d', (width,), normal, axes=('activation',))
+    log_step = parameter('log_step', (self.state_size,), log_step_init, axes=('state',))
+    learned_eigenvalues = Complex(real_part, imaginary_part)
+    return StateSpace(learned_eigenvalues, b, c, d, log_step)
+
+
+def _document_ends(positions: Array, segment_ids: Array) -> Array:
+  """Whether each token is the last one of a document, of the chunk, or before padding; [B, T]."""
+  next_is_start = positions[:, 1:] == 0
+  next_is_padding = segment_ids[:, 1:] == 0
+  ends = next_is_start | next_is_padding
+  return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True)

@@ -51,31 +51,45 @@ def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
   cosine = jnp.cos(half)
   turned = 2 * sine * sine
   real = shrink * (1 - turned) - turned
-  imaginary = (shrink + 1) * 2 * sine * cosine
+  radius = shrink + 1
+  imaginary = radius * 2 * sine * cosine
   return Complex(real, imaginary), shrink
+
+
+def _square(z: Complex) -> Array:
+  """|z|²."""
+  real_square = z.re * z.re
+  imaginary_square = z.im * z.im
+  return real_square + imaginary_square
 
 
 def _reciprocal(z: Complex) -> Complex:
   """1 / z."""
-  scale = 1 / (z.re * z.re + z.im * z.im)
-  return Complex(z.re * scale, -z.im * scale)
+  scale = 1 / _square(z)
+  real = z.re * scale
+  imaginary = -z.im * scale
+  return Complex(real, imaginary)
 
 
 def _zoh(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   growth, _ = _exponential(eigenvalues, step)
-  return growth, growth * _reciprocal(eigenvalues)
+  gain = growth * _reciprocal(eigenvalues)
+  return growth, gain
 
 
 def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   z = eigenvalues.map(lambda part: part * step)
-  inverse = _reciprocal(Complex(1 - z.re / 2, -z.im / 2))
+  denominator = Complex(1 - z.re / 2, -z.im / 2)
+  inverse = _reciprocal(denominator)
+  gain = inverse.map(lambda part: part * step)
   # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
   small = z * inverse
-  large = Complex(2 * inverse.re - 2, 2 * inverse.im)
-  square = z.re * z.re + z.im * z.im
-  is_small = square < 4
-  growth = jax.tree.map(lambda a, b: jnp.where(is_small, a, b), small, large)
-  return growth, inverse.map(lambda part: part * step)
+  large_real = 2 * inverse.re - 2
+  large_imaginary = 2 * inverse.im
+  is_small = _square(z) < 4
+  real = jnp.where(is_small, small.re, large_real)
+  imaginary = jnp.where(is_small, small.im, large_imaginary)
+  return Complex(real, imaginary), gain
 
 
 def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
@@ -88,8 +102,9 @@ def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   """
   growth, shrink = _exponential(eigenvalues, step)
   for_noise = -shrink * (shrink + 2)  # 1 - |Λ̄|²
-  for_mean = growth.re * growth.re + growth.im * growth.im  # |1 - Λ̄|²
-  return growth, root(jnp.minimum(for_noise, for_mean))
+  for_mean = _square(growth)  # |1 - Λ̄|²
+  square_gain = jnp.minimum(for_noise, for_mean)
+  return growth, root(square_gain)
 
 
 DISCRETIZATIONS = {'zoh': _zoh, 'bilinear': _bilinear, 'normalized': _normalized}
@@ -115,16 +130,19 @@ def discretized(
   eigenvalues = system.eigenvalues
   log_step = system.log_step
   if clip_eigenvalues:
-    eigenvalues = eigenvalues._replace(re=jnp.minimum(eigenvalues.re, -1e-4))
+    clipped = jnp.minimum(eigenvalues.re, -1e-4)
+    eigenvalues = eigenvalues._replace(re=clipped)
   if log_factor is None:
     step = jnp.exp(log_step)
   else:
-    step = jax.nn.softplus(log_step[None, None] + log_factor)
-    eigenvalues = eigenvalues.map(lambda part: part[None, None])
-  return DISCRETIZATIONS[method](eigenvalues, step_rescale * step)
+    log_steps = log_step[None, None] + log_factor
+    step = jax.nn.softplus(log_steps)
+    eigenvalues = eigenvalues.map(_over_tokens)
+  discretize = DISCRETIZATIONS[method]
+  return discretize(eigenvalues, step_rescale * step)
 
 
-def read(
+def read_chunk(
   system: StateSpace,
   discrete: tuple[Complex, Number],
   u: Array,
@@ -152,39 +170,48 @@ def read(
   """
   growth, gain = discrete
   inputs = _inputs(system.b, gain, u)
-  inputs = scan.begun(growth, inputs, first, starts.T)
-  states, after = sharded_scan.scan_chunk(growth, inputs, initial, starts.T, length, form=form)
+  reset = starts.T
+  inputs = scan.begun(growth, inputs, first, reset)
+  states, after = sharded_scan.scan_chunk(growth, inputs, initial, reset, length, form=form)
   if ends is not None:
     backwards = _scan_backwards(growth, inputs, initial, ends.T, form)
-    states = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), states, backwards)
+    real = jnp.concatenate([states.re, backwards.re], axis=-1)
+    imaginary = jnp.concatenate([states.im, backwards.im], axis=-1)
+    states = Complex(real, imaginary)
   narrow = states.map(lambda part: part.astype(u.dtype))
   y = _outputs(system.c, conj_sym, narrow)
-  skip = system.d[None, None] * u.astype(y.dtype)
+  skip = _over_tokens(system.d) * u.astype(y.dtype)
   return y + skip, after
 
 
 def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
   """γ ∘ (B u_t) [T, B, P], float32, of the inputs u [B, T, D]."""
   dtype = wide(u.dtype)
-  varies = jax.tree.leaves(gain)[0].ndim > 1
+  real_gain = jax.tree.leaves(gain)[0]
+  varies = real_gain.ndim > 1
   stored = Complex(*b.whole)
   scale = unchanged
   if not varies:  # γ multiplies the rows of B, and not all steps
-    of_rows = jax.tree.map(lambda part: part[:, None], gain)
-    stored = _scaled(of_rows, stored)
+    row_gain = jax.tree.map(lambda part: part[:, None], gain)
+    stored = _scaled(row_gain, stored)
     scale = functools.partial(_scaled_pairs, gain)
 
   def drive(u, b):
-    driven = matmul(jnp.swapaxes(u, 0, 1), input_matrix(b), dtype)
-    return Complex(*jnp.split(driven, 2, -1))
+    u_over_time = jnp.swapaxes(u, 0, 1)
+    pairs = matmul(u_over_time, input_matrix(b), dtype)
+    return _from_pairs(pairs)
 
   def time_first(pairs):
-    return Complex(*jnp.split(jnp.swapaxes(pairs, 0, 1), 2, -1))
+    pairs_over_time = jnp.swapaxes(pairs, 0, 1)
+    return _from_pairs(pairs_over_time)
 
-  driven = split_product(drive, u, stored, ('state', 'embed'), inputs=1, rows=(0, 1))
+  axes = ('state', 'embed')
+  driven = split_product(drive, u, stored, axes, inputs=1, rows=(0, 1))
   layout = Layout(results=_rows_first, from_rows=time_first)
   driven = b.adjust(u, driven, layout=layout, scale=scale)
-  return _scaled(gain, driven) if varies else driven
+  if varies:
+    return _scaled(gain, driven)
+  return driven
 
 
 def _scan_backwards(
@@ -194,8 +221,10 @@ def _scan_backwards(
   reverse = functools.partial(jnp.flip, axis=0)
   if growth.re.ndim > 1:
     growth = growth.map(reverse)
+  inputs = inputs.map(reverse)
   zero = initial.map(jnp.zeros_like)
-  states = scan.diagonal_scan(growth, inputs.map(reverse), zero, reverse(ends), form=form)
+  reset = reverse(ends)
+  states = scan.diagonal_scan(growth, inputs, zero, reset, form=form)
   return states.map(reverse)
 
 
@@ -204,16 +233,21 @@ def _outputs(c: Matrix, conj_sym: bool, states: Complex) -> Array:
   dtype = wide(states.re.dtype)
 
   def read_out(states, c):
-    return matmul(_rows_first(states), output_matrix(c, conj_sym), dtype)
+    rows = _rows_first(states)
+    matrix = output_matrix(c, conj_sym)
+    return matmul(rows, matrix, dtype)
 
   stored = Complex(*c.whole)
-  y = split_product(read_out, states, stored, ('embed', 'state'), inputs=1, rows=(1, 0))
-  return c.adjust(states, y, layout=Layout(inputs=_rows_first))
+  axes = ('embed', 'state')
+  y = split_product(read_out, states, stored, axes, inputs=1, rows=(1, 0))
+  layout = Layout(inputs=_rows_first)
+  return c.adjust(states, y, layout=layout)
 
 
 def input_matrix(b: Complex | Array) -> Array:
   """B, or its parts [2, P, D], as a real map [D, 2P] to the pairs of the states."""
-  return jnp.concatenate([*b]).T
+  real, imaginary = b
+  return jnp.concatenate([real, imaginary]).T
 
 
 def output_matrix(c: Complex | Array, conj_sym: bool) -> Array:
@@ -226,14 +260,27 @@ def output_matrix(c: Complex | Array, conj_sym: bool) -> Array:
 
 def _rows_first(z: Complex) -> Array:
   """[T, B, P] -> the pairs [B, T, 2P]."""
-  return jnp.swapaxes(jnp.concatenate(z, axis=-1), 0, 1)
+  pairs = jnp.concatenate(z, axis=-1)
+  return jnp.swapaxes(pairs, 0, 1)
+
+
+def _from_pairs(pairs: Array) -> Complex:
+  """The pairs [..., 2P] as complex numbers [..., P]."""
+  real, imaginary = jnp.split(pairs, 2, -1)
+  return Complex(real, imaginary)
+
+
+def _over_tokens(x: Array) -> Array:
+  """[P] -> [1, 1, P]."""
+  return x[None, None]
 
 
 def _scaled_pairs(gain: Number, pairs: Array) -> Array:
   """Pairs [B, T, 2P] times the gain [P]."""
-  gain = jax.tree.map(lambda part: part[None, None], gain)
-  states = Complex(*jnp.split(pairs, 2, -1))
-  return jnp.concatenate(_scaled(gain, states), axis=-1)
+  token_gain = jax.tree.map(_over_tokens, gain)
+  states = _from_pairs(pairs)
+  scaled = _scaled(token_gain, states)
+  return jnp.concatenate(scaled, axis=-1)
 
 
 def _scaled(gain: Number, z: Complex) -> Complex:
