@@ -137,6 +137,10 @@ class TaskFeed(Protocol):
   @property
   def longest(self) -> int: ...
 
+  def open(self) -> None:
+    """Opens the data, which otherwise waits for the first use; raises if it cannot fill B rows."""
+    ...
+
   def read(self, position: int, length: int, rows: Sequence[int] | None = None) -> Batch:
     """The batch [rows, length] whose first token is each row's token number `position`.
 

@@ -19,6 +19,8 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+import page_blocks
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / 'docs' / 'results' / 'performance.md'
 FOLDER = pathlib.Path('runs', 'certificates')
@@ -245,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(found) == len(table.rows):
       begin = f'<!-- {table.name}: scripts/experiment certify -->'
       end = f'<!-- end of {table.name} -->'
-      before, _, rest = PAGE.read_text().partition(begin)
-      PAGE.write_text(f'{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}')
+      PAGE.write_text(page_blocks.with_block(PAGE.read_text(), begin, end, text))
   return int(failed)
 
 

@@ -27,14 +27,16 @@ def ours(tokens: int, chunk_size: int) -> tuple[float, Callable[[int], float]]:
   """(bytes that are kept, seconds of a change so many tokens before the end)."""
   model = Hybrid('gin/models/tiny.gin', chunk_size)
   text = np.random.default_rng(0).integers(3, VOCABULARY, tokens, np.int32)
-  document = documents.read(model.reader, model.params, text)
+  document = documents.read_document(model.reader, model.params, text)
   kept = sum(leaf.nbytes for leaf in jax.tree.leaves((document.carry, document.kept)))
 
   def change(before: int) -> float:
     changed = text.copy()
     changed[-before] = 3 + (changed[-before] - 2) % (VOCABULARY - 3)
     began = time.perf_counter()
-    jax.block_until_ready(documents.read(model.reader, model.params, changed, document).hidden)
+    jax.block_until_ready(
+      documents.read_document(model.reader, model.params, changed, document).hidden
+    )
     return time.perf_counter() - began
 
   return kept, change

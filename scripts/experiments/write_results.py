@@ -19,8 +19,10 @@ import re
 import subprocess
 import sys
 
+import page_blocks
+
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs' / 'results'
-BLOCK = re.compile(r'(<!-- run: (.*?) -->\n).*?(<!-- end of run -->)', re.DOTALL)
+COMMAND = re.compile(r'^<!-- run: (.*) -->$', re.MULTILINE)
 
 
 def shown(printed: str) -> str:
@@ -37,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('--only', default='', help='only commands that contain this text')
   flags = parser.parse_args(arguments)
   page = FOLDER / f'{flags.page}.md'
-  commands = [command for _, command, _ in BLOCK.findall(page.read_text())]
   failed = False
-  for command in commands:
+  for command in COMMAND.findall(page.read_text()):
     if flags.only not in command:
       continue
     done = subprocess.run(['bash', '-c', command], stdout=subprocess.PIPE, text=True, check=False)
@@ -47,16 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       print(f'{command} ended with {done.returncode}: its results stay.', file=sys.stderr)
       failed = True
       continue
-    _write(page, command, shown(done.stdout))
+    begin = f'<!-- run: {command} -->'
+    text = f'\n{shown(done.stdout)}\n'
+    written = page_blocks.with_block(page.read_text(), begin, '<!-- end of run -->', text)
+    page.write_text(written)
   return int(failed)
-
-
-def _write(page: pathlib.Path, command: str, text: str) -> None:
-  def replaced(match: re.Match) -> str:
-    begin, found, end = match.groups()
-    return f'{begin}\n{text}\n\n{end}' if found == command else match[0]
-
-  page.write_text(BLOCK.sub(replaced, page.read_text()))
 
 
 if __name__ == '__main__':

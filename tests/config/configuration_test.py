@@ -569,12 +569,12 @@ def test_a_bracket_that_is_not_closed_is_named_where_it_opens(tmp_path, text, li
   path.write_text(text)
   message = re.escape(f'{path}:{line}: the bracket {bracket} is not closed')
   with pytest.raises(ConfigurationError, match=message):
-    parse.read([str(path)])
+    parse.read_statements([str(path)])
 
 
 def test_a_bracket_of_a_flag_that_is_not_closed():
   with pytest.raises(ConfigurationError, match=r'x=\(1, 2: the bracket \( is not closed'):
-    parse.read([], ['--gin.x=(1, 2'])
+    parse.read_statements([], ['--gin.x=(1, 2'])
 
 
 HYBRID_WITH_TEACHER = (

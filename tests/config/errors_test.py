@@ -52,8 +52,8 @@ def test_without_a_home_no_folder_named_by_the_sign_appears(homeless, monkeypatc
 @pytest.mark.parametrize(
   'use',
   [
-    lambda: parse.read([NOBODY]),
-    lambda: parse.read(['x.gin'], search_paths=[NOBODY]),
+    lambda: parse.read_statements([NOBODY]),
+    lambda: parse.read_statements(['x.gin'], search_paths=[NOBODY]),
     lambda: vocabularies.load(f'{NOBODY}.model'),
     lambda: source.open_source(NOBODY),
     lambda: infer._writer(NOBODY).__enter__(),

@@ -126,7 +126,7 @@ def batch(setup, phase):
 def bound(selectors, *files):
   """What a run and these files bind of the selectors."""
   names = [name(f) for f in (FOLDER / 'run.gin', *files)]
-  bindings = [statement.parsed for statement in parse.read(names)]
+  bindings = [statement.parsed for statement in parse.read_statements(names)]
   chosen = [found for found in bindings if found.selector in selectors]
   return {(found.scope, found.selector, found.arg_name): repr(found.value) for found in chosen}
 

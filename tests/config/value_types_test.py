@@ -131,7 +131,7 @@ def numbers():
 
 def accepts(binding):
   """Whether a value is accepted; another error than the package's fails the test."""
-  effective = check.effective_bindings(parse.read([], [f'--gin.{binding}']))
+  effective = check.effective_bindings(parse.read_statements([], [f'--gin.{binding}']))
   try:
     value_types.check_parameter_types(effective)
   except ConfigurationError as error:
@@ -291,7 +291,7 @@ def parts_in_gin_files():
     importlib.import_module(module)
   found = {}
   for file in sorted(paths.GIN.glob('*.gin')):
-    effective = check.effective_bindings(parse.read([str(file)]))
+    effective = check.effective_bindings(parse.read_statements([str(file)]))
     for key, statement in effective.items():
       references = [
         v for v in parse.leaves(statement.parsed.value) if isinstance(v, parse.Reference)
@@ -313,7 +313,7 @@ def test_a_call_in_place_of_a_class_and_a_class_in_place_of_a_call_name_the_righ
   found = parts_in_gin_files()
   assert len(found) > 30
   for file, key in found.values():
-    effective = check.effective_bindings(parse.read([str(file)], ['--gin.seed=0']))
+    effective = check.effective_bindings(parse.read_statements([str(file)], ['--gin.seed=0']))
     statement = effective[key]
     wrong = flipped(statement.parsed.value)
     changed = statement._replace(parsed=statement.parsed._replace(value=wrong))

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import page_blocks
 import pytest
 import write_results
 
@@ -63,3 +64,10 @@ def test_every_table_stands_in_a_section_that_says_where_it_comes_from():
     for section in re.split(r'^(?=##+ )', page.read_text(), flags=re.M):
       if '\n| ---' in section and not section.startswith(not_measured):
         assert origin.search(section), f'{page.name}: {section.splitlines()[0]}'
+
+
+@pytest.mark.parametrize('page', ['', 'a\nc\n', 'b\na\n', 'a\nb\na\nb\n'])
+def test_a_page_without_one_block_is_not_written(page):
+  assert page_blocks.with_block('1\na\n2\nb\n3', 'a', 'b', 'new') == '1\na\nnew\nb\n3'
+  with pytest.raises(ValueError, match='expected a page with a once, and b below it'):
+    page_blocks.with_block(page, 'a', 'b', 'new')

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def faults(*arguments):
   command = [sys.executable, '-m', 'faults', *arguments]
-  environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{ROOT}/tests'}
+  environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{ROOT}/tests:{ROOT}/scripts/experiments'}
   environment.pop('XLA_FLAGS', None)  # one device, which is faster than eight
   return subprocess.run(
     command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

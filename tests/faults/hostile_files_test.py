@@ -86,8 +86,8 @@ READERS = {
   'model_info.txt': report,
   'other/metrics.jsonl': json_lines.by_step,
   'run/config.json': lambda file: record.read_configuration(file.parent),
-  'beside/config.json': lambda file: parse.read([str(file.with_name('x.gin'))]),
-  'x.gin': lambda file: parse.read([str(file)]),
+  'beside/config.json': lambda file: parse.read_statements([str(file.with_name('x.gin'))]),
+  'x.gin': lambda file: parse.read_statements([str(file)]),
   'prompts.jsonl': infer._read_prompts,
   'prompts.txt': infer._read_prompts,
   'index.json': tensor_files.read_json,
@@ -261,7 +261,7 @@ def test_a_document_that_does_not_fit_into_memory_is_refused(tmp_path):
 @pytest.mark.parametrize('value', ['[' * 100_000, '(' * 100_000, '{1:' * 10_000, '[' * 150])
 def test_a_flag_of_brackets_is_refused(value):
   with pytest.raises(ConfigurationError, match=r'--gin\.x='):
-    parse.read([], [f'--gin.x={value}'])
+    parse.read_statements([], [f'--gin.x={value}'])
 
 
 def test_a_line_in_the_pipe_of_a_supervisor_that_is_no_heartbeat_changes_nothing():

@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 import jax
+import page_blocks
 
 from faults.table import Fault, markdown
 from valkyrie.monitoring.json_lines import JsonLines
@@ -77,8 +78,6 @@ class Results:
     """
     if self.short or not self.commit or not self.file:
       return None
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     known = {(row['fault'], row['promise']): row for row in rows_of(page)}
     known |= {
       (row['fault'], row['promise']): {**row, 'commit': self.commit}
@@ -94,7 +93,7 @@ class Results:
       f'{len(rows)} of {len(faults)} rows, {injected:,} faults, each row at its commit (the newest '
       f'with {versions}):'
     )
-    return f'{before}{BEGIN}\n{about}\n\n{markdown(rows, COLUMNS)}\n{END}{after}'
+    return page_blocks.with_block(page, BEGIN, END, f'{about}\n\n{markdown(rows, COLUMNS)}')
 
 
 def rows_of(page: str) -> list[dict[str, str]]:

@@ -137,7 +137,7 @@ def content(step: int, digests: Mapping[str, str]) -> bytes:
   return text + _seal(text)
 
 
-def read(files: Files) -> tuple[str, bytes]:
+def read_manifest(files: Files) -> tuple[str, bytes]:
   """The algorithm and the content of the manifest of a step; FileNotFoundError without one."""
   for algorithm in (SHA256, MD5):
     try:
@@ -153,7 +153,7 @@ def damage(files: Files, step: int) -> str | None:
   Raises an OSError if a file exists but cannot be read, so that its content is unknown.
   """
   try:
-    algorithm, text = read(files)
+    algorithm, text = read_manifest(files)
     expected = _parsed(algorithm, text, step)
   except (FileNotFoundError, ValueError) as error:
     return str(error)
@@ -166,7 +166,7 @@ def recorded(files: Files, step: int) -> list[str]:
   Raises an OSError if the manifest cannot be read.
   """
   try:
-    algorithm, text = read(files)
+    algorithm, text = read_manifest(files)
     names = list(_parsed(algorithm, text, step))
     names.append(name(algorithm))
     return names

@@ -54,7 +54,7 @@ def load_gin(
       searched for them, too.
     modules: the modules that define configurables, imported before gin is locked.
   """
-  statements = parse.read(files, flags, search_paths, allowed_imports)
+  statements = parse.read_statements(files, flags, search_paths, allowed_imports)
   for package in allowed_imports:
     current_folder.search(package)
   if run is not None:
@@ -103,7 +103,7 @@ class Configuration:
 @contextlib.contextmanager
 def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   """A context in which files and flags override the configuration; raises as `load_gin` does."""
-  effective = check.effective_bindings(parse.read(files, flags))
+  effective = check.effective_bindings(parse.read_statements(files, flags))
   for name, statement in parse.macros_of(effective.values()).items():
     if (name, 'gin.macro') not in gin_config._CONFIG:
       macros = sorted(scope for scope, selector in gin_config._CONFIG if selector == 'gin.macro')

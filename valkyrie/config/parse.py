@@ -137,7 +137,7 @@ def parse(text: str) -> Iterator[Any]:
     raise SyntaxError('too many brackets inside one another', (None, 1, None, '')) from None
 
 
-def read(
+def read_statements(
   files: Sequence[str],
   flags: Sequence[str] = (),
   search_paths: Sequence[str] = (),

@@ -49,7 +49,7 @@ class ChatTemplate:
       import jinja2  # noqa: F401, PLC0415  (an optional package)  # pyright: ignore
     names = {number: name for name, number in self.specials.items()}
     bos_names = [names[number] for number in vocabulary.bos if number in names]
-    config = tokenizer_config.read(vocabulary.file)
+    config = tokenizer_config.read_config(vocabulary.file)
     bos = config.get('bos_token', ''.join(bos_names))
     eos = config.get('eos_token', names.get(vocabulary.eos_id, ''))
     self._templates = {name: _process(text, bos, eos) for name, text in sources.items()}
@@ -193,7 +193,7 @@ def sources_of(vocabulary: Vocabulary) -> dict[str, str]:
   """The texts of the templates by name, with DEFAULT; raises a ConfigurationError without one."""
   templates: Any = None
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file:
-    templates = tokenizer_config.read(vocabulary.file).get('chat_template')
+    templates = tokenizer_config.read_config(vocabulary.file).get('chat_template')
   if isinstance(templates, str):
     templates = {DEFAULT: templates}
   elif isinstance(templates, list):

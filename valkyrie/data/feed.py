@@ -150,6 +150,9 @@ class TaskFeed:
       )  # fmt: skip
     return rows
 
+  def open(self) -> None:
+    _ = self.rows
+
   @property
   def fingerprint(self) -> str:
     return self.store.fingerprint

@@ -152,6 +152,9 @@ class Mixture:
   def longest(self) -> int:
     return max(feed.longest for feed in self.sources.values())
 
+  def open(self) -> None:
+    _ = self._rows
+
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
     selections = {name: feed.selection for name, feed in self.sources.items()}

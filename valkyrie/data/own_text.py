@@ -45,7 +45,7 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
     DataError: there is no text, or it is damaged.
     StorageError: a bucket refuses.
   """
-  statements = parse.read(files, flags)
+  statements = parse.read_statements(files, flags)
   macros = parse.macros_of(statements)
   bound = {item.name: item.parsed.value for item in statements if item.is_binding}
 

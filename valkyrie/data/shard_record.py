@@ -17,7 +17,7 @@ from valkyrie.data.token_store import SHARD_FILE
 _SELECTION = ('task', 'split', 'unique', 'vocabulary')
 
 
-def read(folder: pathlib.Path) -> dict[str, Any]:
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
   """The record in the folder of a shard; {} if the folder is something else."""
   if folder.is_symlink():
     return {}
@@ -50,7 +50,7 @@ def all_in(store: pathlib.Path) -> dict[pathlib.Path, dict[str, Any]]:
   """{folder: record} of the shards in the folder of a store."""
   records = {}
   for folder in store.iterdir():
-    record = read(folder)
+    record = read_record(folder)
     if record:
       records[folder] = record
   return records

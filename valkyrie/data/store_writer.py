@@ -87,7 +87,7 @@ class StoreWriter:
           self._read_shard(folder)
           return
         except (ConfigurationError, DataError):
-          record = shard_record.read(folder)
+          record = shard_record.read_record(folder)
           is_other = bool(record) and not shard_record.is_like(record, self._information())
           if is_other or not self.renew:
             raise

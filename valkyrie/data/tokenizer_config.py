@@ -15,7 +15,7 @@ _LARGEST = 2**26  # bytes
 _EOS_NAMES = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '<|eot_id|>', '<|im_end|>')
 
 
-def read(path: pathlib.Path) -> dict[str, Any]:
+def read_config(path: pathlib.Path) -> dict[str, Any]:
   """The entries of the tokenizer_config.json beside a vocabulary that are not null.
 
   A file with a chat template beside it has the entry `chat_template`.

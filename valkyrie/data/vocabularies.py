@@ -157,7 +157,7 @@ class SentencePieceVocabulary(FileVocabulary):
         'as its last token. Train it with an eos_id.'
       )
     self._eos = self._processor.IdToPiece(self.eos_id)
-    config = tokenizer_config.read(path)
+    config = tokenizer_config.read_config(path)
     usual = _WITH_BOS.fullmatch(str(config.get('tokenizer_class')))
     if config.get('add_bos_token', usual):
       self.bos = (tokenizer_config.bos_id(path, self._processor.bos_id()),)
@@ -191,7 +191,7 @@ class HuggingFaceVocabulary(FileVocabulary):
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(ids.values(), default=-1) + 1
     _check_size(path, self.size)
-    config = tokenizer_config.read(path)
+    config = tokenizer_config.read_config(path)
     self._eos = tokenizer_config.eos_name(path, config, ids)
     self.eos_id = ids[self._eos]
     self._switch_off(path)

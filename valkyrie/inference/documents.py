@@ -45,7 +45,7 @@ class Document(NamedTuple):
 AnyCarry = TextCarry | Document
 
 
-def read(
+def read_document(
   reader: Reader, params: Params, tokens: np.ndarray, like: Document | None = None
 ) -> Document:
   """Reads the tokens [N] of a document, from the nearest carry that it shares with another one."""

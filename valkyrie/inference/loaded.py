@@ -106,7 +106,7 @@ class LoadedModel:
       )
     if like := keep if isinstance(keep, Document) else None:
       documents.check(like, self._reader)
-    return documents.read(self._reader, self.params, rows[0], like)
+    return documents.read_document(self._reader, self.params, rows[0], like)
 
   def rows(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
     """The rows of a carry with these numbers, in this order; a number may be repeated.
@@ -296,6 +296,6 @@ class LoadedModel:
   def _origin(self) -> dict[str, str]:
     """Fingerprints of what carries depend on."""
     steps = steps_of(self.model_dir)
-    manifests = [manifest.read(steps.files(step))[1] for step in self.steps]
+    manifests = [manifest.read_manifest(steps.files(step))[1] for step in self.steps]
     weights = hashlib.sha256(b''.join(manifests)).hexdigest()
     return {'weights': weights, 'tokenizer': self.tokenizer.fingerprint}

@@ -14,7 +14,7 @@ _NOT_OF_A_NAME = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 _HALVES = re.compile('[\ud800-\udfff]')
 
 
-def read(found: Any) -> tuple[dict[str, float | str], list[str]]:
+def read_values(found: Any) -> tuple[dict[str, float | str], list[str]]:
   """({name: number or text} to log, what else was returned, for a line).
 
   Half characters become U+FFFD, and in names control characters, too. Texts are cut at 100,000

@@ -26,7 +26,7 @@ _MOMENT = 0.05  # seconds in which a process completes a line
 _BLOCK = 4096
 
 
-def read(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
+def read_lines(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
   """The complete lines of a file, with fields of these types; none if it does not exist.
 
   Raises a StorageError if no `JsonLines` can have written a line.
@@ -52,8 +52,8 @@ def _is_written(value: Any) -> bool:
 
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """The last line of each step, in the order of the steps; raises as `read`."""
-  return dict(sorted({line['step']: line for line in read(path, step=int)}.items()))
+  """The last line of each step, in the order of the steps; raises as `read_lines`."""
+  return dict(sorted({line['step']: line for line in read_lines(path, step=int)}.items()))
 
 
 class JsonLines(contextlib.AbstractContextManager['JsonLines']):

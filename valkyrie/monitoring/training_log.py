@@ -81,7 +81,7 @@ class TrainingLog:
       with self.untimed() if pauses else contextlib.nullcontext():
         values = hook(step, state, metrics)
       if values is not None:
-        noted, refused = hook_values.read(values)
+        noted, refused = hook_values.read_values(values)
         for name, value in noted.items():
           self._noted[f'hooks/{name}'] = value
         self._say_once(hook, refused)

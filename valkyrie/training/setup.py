@@ -364,7 +364,7 @@ def check_documents(model: Model, feed: TaskFeed) -> None:
 
   It opens the feed, which refuses too few documents before a state of so many rows is made.
   """
-  _ = feed.row_tokens
+  feed.open()
   sees = model.about.max_context
   if sees is not None and feed.longest > sees:
     raise DataError(

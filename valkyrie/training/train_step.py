@@ -127,13 +127,13 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
   A step without a target, such as one inside a long prompt, updates the carry only. Otherwise
   momentum and decay would move the parameters, and a loss of 0 would upset the detection of spikes.
   """
-  reading = read(parts, state, batch)
+  reading = read_batch(parts, state, batch)
   verdict = refuse(parts, state, reading)
   update = update_parameters(parts, state, reading.gradient)
   return record(parts, state, batch, reading, verdict, update)
 
 
-def read(parts: StepParts, state: TrainState, batch: Batch) -> Reading:
+def read_batch(parts: StepParts, state: TrainState, batch: Batch) -> Reading:
   """Reads the batch: the gradient of the loss, the carry and the sums."""
   one_pass = functools.partial(_read_once, parts, state, batch)
   term = gradient_term(parts.terms)

@@ -75,7 +75,7 @@ def make_trial(
     files.append(str(candidate_file))
     whole_file.write_version(candidate_file, candidate.statements.encode())
   settings = flags.gin + _gin_flags(macros)
-  statements = parse.read(files, settings, (), imports)
+  statements = parse.read_statements(files, settings, (), imports)
   _check_only_one_sets(flags, candidate, candidate_file, statements)
   scaled = _scale_steps(parse.macros_of(statements), steps)
   settings += _gin_flags({name: value for name, value in scaled.items() if name not in macros})
@@ -103,7 +103,7 @@ def _check_only_one_sets(
 ) -> None:
   """Raises a ConfigurationError if a candidate binds what the flags bind for all candidates."""
   set_for_all = {'seed', *dict(flags.over)}
-  set_for_all |= {statement.name for statement in parse.read((), flags.gin)}
+  set_for_all |= {statement.name for statement in parse.read_statements((), flags.gin)}
   for statement in statements:
     if not (statement.is_binding and statement.where.startswith(f'{candidate_file}:')):
       continue

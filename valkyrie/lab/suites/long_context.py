@@ -116,7 +116,7 @@ def long_context(
 def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_Cell, float]:
   """The scores that an earlier call measured with the same settings."""
   scores = {}
-  for line in json_lines.read(file):
+  for line in json_lines.read_lines(file):
     if settings.items() <= line.items() and isinstance(line.get('score'), float):
       cell = _Cell._make(map(line.get, _Cell._fields))
       scores[cell] = line['score']
