@@ -187,19 +187,22 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
   documents = information['documents']
   tokens = information['tokens']
   ratio = information['text_bytes'] / tokens
+  fingerprint = information['fingerprint']
   lines = [f'{documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes of text a token']
-  if skipped := information['skipped_empty'] + information['skipped_one_token']:
+  skipped = information['skipped_empty'] + information['skipped_one_token']
+  if skipped:
     lines.append(f'{skipped:,} documents with fewer than two tokens were left out')
   if 'duplicates' in information:
     duplicates = information['duplicates']['documents']
     documents -= duplicates
     lines.append(f'{duplicates:,} documents are equal to an earlier one and were dropped')
-  lengths = sorted((int(begin), count) for begin, count in information['lengths'].items())
-  lines += [
-    f'{begin:>12,} to {2 * begin - 1:>12,} tokens: {count:,} documents, {count / documents:.1%}'
-    for begin, count in lengths
-  ]
-  return [*lines, f'fingerprint {information["fingerprint"]}']
+  counts = {int(begin): count for begin, count in information['lengths'].items()}
+  for begin, count in sorted(counts.items()):
+    last = 2 * begin - 1
+    share = count / documents
+    lines.append(f'{begin:>12,} to {last:>12,} tokens: {count:,} documents, {share:.1%}')
+  lines.append(f'fingerprint {fingerprint}')
+  return lines
 
 
 if __name__ == '__main__':

@@ -98,23 +98,26 @@ class ChatTemplate:
     whole = self.render(messages, place, asks=False, tools=tools)
     if tools and whole == self.render(messages, place, asks=False):
       self._refuse_lost(place, 'the tools')
-    for number, message in enumerate(messages):
-      content = message['content']
-      if content.strip() and content.strip() not in whole:
+    for number, message in enumerate(messages, 1):
+      earlier = list(messages[: number - 1])
+      later = list(messages[number:])
+      content = message['content'].strip()
+      if content and content not in whole:
         # A template may change a content. Does another content change the text?
-        changed = list(messages)
-        changed[number] = {**message, 'content': f'{content}.'}
-        if whole == self.render(changed, place, asks=False, tools=tools):
-          self._refuse_lost(place, f'the message {number + 1}, of the role {message["role"]}')
+        changed = {**message, 'content': f'{message["content"]}.'}
+        with_change = [*earlier, changed, *later]
+        if whole == self.render(with_change, place, asks=False, tools=tools):
+          role = message['role']
+          self._refuse_lost(place, f'the message {number}, of the role {role}')
       for field in SAID:
         if not message.get(field):
           continue
-        until_message = list(messages[: number + 1])
-        without_field = list(messages[: number + 1])
-        without_field[-1] = {name: value for name, value in message.items() if name != field}
-        text = self.render(until_message, place, asks=False, tools=tools)
-        if text == self.render(without_field, place, asks=False, tools=tools):
-          self._refuse_lost(place, f'{field} of the message {number + 1}')
+        without_field = {**message}
+        del without_field[field]
+        text = self.render([*earlier, message], place, asks=False, tools=tools)
+        text_without = self.render([*earlier, without_field], place, asks=False, tools=tools)
+        if text == text_without:
+          self._refuse_lost(place, f'{field} of the message {number}')
 
   def prompt(self, messages: Any, place: str, tools: Tools | None = None) -> np.ndarray:
     """The tokens int32 [T] of a conversation to answer; raises a DataError, see `render`."""

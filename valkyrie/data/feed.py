@@ -102,8 +102,11 @@ class TaskFeed:
       )
     self.vocabulary = vocabularies.load(vocabulary)
     self.vocabulary_size = self.vocabulary.size
-    given = {name: str(value) for name, value in (options or {}).items() if value is not None}
-    self.selection = Selection(task, split, self.vocabulary, source, given, unique)
+    given_options = {}
+    for name, value in (options or {}).items():
+      if value is not None:
+        given_options[name] = str(value)
+    self.selection = Selection(task, split, self.vocabulary, source, given_options, unique)
     self._data_dir = data_dir
     self.batch_size = batch_size
     self.reset_at = reset_at
@@ -132,7 +135,8 @@ class TaskFeed:
       units = len(np.unique(keys))
     if units < self.batch_size:
       lower = _FEWER_ROWS.get(self.selection.split, 'Lower TaskFeed.batch_size')
-      cut = max(16, self.store.information['text_bytes'] // (2 * self.batch_size))
+      text_bytes = self.store.information['text_bytes']
+      cut = max(16, text_bytes // (2 * self.batch_size))
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
         f'row needs one. {lower}; use a larger split; or '
@@ -245,15 +249,18 @@ class TaskFeed:
       wanted = min(wanted, row_end - position)
     if wanted <= 0:
       return
-    documents = self.rows[row].documents(position, position + wanted)
+    end = position + wanted
+    documents = self.rows[row].documents(position, end)
     begins = np.maximum(documents.starts, position)
+    ends = np.minimum(documents.ends, end)
     skipped = begins - documents.starts  # tokens of the first document that were read earlier
-    counts = np.minimum(documents.ends, position + wanted) - begins
+    counts = ends - begins
     tokens = self.store.read(documents.numbers, skipped, counts)
     damaged = self.store.damaged(documents.numbers)
     is_damaged = np.repeat(damaged, counts)
     if damaged.any():
-      self._report_damaged(row, sorted(set(documents.numbers[damaged].tolist())))
+      damaged_numbers = set(documents.numbers[damaged].tolist())
+      self._report_damaged(row, sorted(damaged_numbers))
       tokens[is_damaged] = self.vocabulary.eos_id
     n = min(wanted, length)
     batch.inputs[:n] = tokens[:n]
@@ -268,11 +275,13 @@ class TaskFeed:
     if self.reset_at == 'never':
       unit_starts = np.zeros_like(unit_starts)
       units = np.zeros_like(units)
-    places = np.arange(position, position + wanted)
+    places = np.arange(position, end)
     distances = places - np.repeat(unit_starts, counts)
-    batch.positions[:n] = position_of(distances)[:n]
+    positions = position_of(distances)
+    batch.positions[:n] = positions[:n]
     segment_ids = segment_ids_of(units + 1)
-    batch.segment_ids[:n] = np.repeat(segment_ids, counts)[:n]
+    segments_of_tokens = np.repeat(segment_ids, counts)
+    batch.segment_ids[:n] = segments_of_tokens[:n]
 
   def _is_answer(
     self, documents: Documents, position: int, counts: np.ndarray, skipped: np.ndarray
@@ -286,8 +295,10 @@ class TaskFeed:
     firsts = documents.starts + prompts
     lasts = documents.ends
     if not self._learn_eos:
-      lasts = lasts - (prompts > 0)
-    targets = np.arange(position + 1, position + counts.sum() + 1)
+      has_prompt = prompts > 0
+      lasts = lasts - has_prompt
+    first_target = position + 1
+    targets = np.arange(first_target, first_target + counts.sum())
     is_answer = targets >= np.repeat(firsts, counts)
     is_answer &= targets < np.repeat(lasts, counts)
     later_prompts = self.store.later_prompts
@@ -295,7 +306,8 @@ class TaskFeed:
       first_targets = self.store.places(documents.numbers) + skipped + 1
       places = numbers_in(first_targets, counts)
       bounds_before = np.searchsorted(later_prompts, places, side='right')
-      is_answer &= bounds_before % 2 == 0  # as many prompts have ended as begun
+      is_outside = bounds_before % 2 == 0  # as many prompts have ended as begun
+      is_answer &= is_outside
     return is_answer
 
   def _report_damaged(self, row: int, damaged: list[int]):

@@ -71,7 +71,9 @@ def _column_in(row: Mapping[str, Any], column: str) -> str:
 
 def is_learned(message: Mapping[str, Any]) -> bool:
   """Whether a message is an answer to learn."""
-  return message.get('role') == 'assistant' and all(message.get(flag, 1) for flag in _FLAGS)
+  if message.get('role') != 'assistant':
+    return False
+  return all(message.get(flag, 1) for flag in _FLAGS)
 
 
 def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -89,12 +91,15 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     message['tool_calls'] = [_call(call, place) for call in calls]
   content = message.get('content')
   if isinstance(content, list):
-    message['content'] = ''.join(_text(part, place) for part in content)
-  if content is None and any(name in message for name in SAID):
+    texts = [_text(part, place) for part in content]
+    message['content'] = ''.join(texts)
+  says_more = any(name in message for name in SAID)
+  if content is None and says_more:
     message['content'] = ''
   flags = {name: message[name] for name in _FLAGS if name in message}
-  is_wrong = any(flag not in (0, 1) for flag in flags.values())
-  if is_wrong or len(set(flags.values())) > 1:
+  values = list(flags.values())
+  is_wrong = any(value not in (0, 1) for value in values)
+  if is_wrong or len(set(values)) > 1:
     raise DataError(
       f'{place} has {flags!r:.80}, expected 0 or 1: an answer is learned, or it is only read. '
       'Correct it.'
@@ -156,7 +161,9 @@ def _parsed(row: Mapping[str, Any], column: str, place: str) -> Any:
 
 
 def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-  return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+  if not isinstance(value, list):
+    return False
+  return all(isinstance(item, dict) for item in value)
 
 
 def _listed(value: Any, place: str) -> Sequence[Any]:

@@ -120,8 +120,9 @@ class MixedRow:
     if not pieces:
       return self._stages[-1].before[0]
     piece = pieces[0]
+    read = position - piece.start
     places = piece.before[0].copy()
-    places[piece.source] += position - piece.start
+    places[piece.source] += read
     return places
 
   def _stage(self, before: np.ndarray) -> _Stage:
@@ -139,7 +140,8 @@ class MixedRow:
     for number in np.flatnonzero(weights).tolist():
       place = int(places[number])
       units = self._sources[number].units(place, place + 1)
-      delays[number] = self._phases[number] * units.lengths[0]
+      length = units.lengths[0]
+      delays[number] = self._phases[number] * length
     if weights.any():
       weights = weights / weights.sum()
     return _Stage(begin, before, weights, delays)
@@ -167,21 +169,25 @@ class MixedRow:
     for number in stage.active:
       source = self._sources[number]
       if source.end is not None:
-        units = source.units(max(0, source.end - source.longest_unit), source.end)
+        begin = max(0, source.end - source.longest_unit)
+        units = source.units(begin, source.end)
         times = self._times(stage, number, units)
         last_times.append((times[-1], number))
     if not last_times:
       return []
     time, number = min(last_times)
-    return [piece for piece in self._window(stage, time, time) if piece.source == number]
+    window = self._window(stage, time, time)
+    return [piece for piece in window if piece.source == number]
 
   def _pieces(self, stage: _Stage, begin: int, end: int) -> list[Piece]:
     """The units of a stage that have tokens in [begin, end)."""
     if not stage.active:
       return []
     longest = sum(self._sources[number].longest_unit for number in stage.active)
-    low = max(0, begin - stage.begin - 2 * longest - 1)
-    high = end - stage.begin + longest + 1
+    begin_in_stage = begin - stage.begin
+    end_in_stage = end - stage.begin
+    low = max(0, begin_in_stage - 2 * longest - 1)
+    high = end_in_stage + longest + 1
     window = self._window(stage, low, high)
     return [piece for piece in window if piece.start < end and piece.end > begin]
 
@@ -202,17 +208,21 @@ class MixedRow:
     sources = sources[order]
     lengths = lengths[order]
     parts = parts[order]
-    is_source = sources[:, None] == np.arange(len(self._sources))
+    numbers = np.arange(len(self._sources))
+    is_source = sources[:, None] == numbers
     tokens = is_source * lengths[:, None]
     units = is_source * parts[:, None]
     read = np.stack([tokens, units], axis=1)
-    read_before = before + np.cumsum(read, axis=0) - read  # [units, 2, sources]
-    starts = read_before[:, 0].sum(axis=1)
+    read_until = before + np.cumsum(read, axis=0)
+    read_before = read_until - read  # [units, 2, sources]
+    tokens_before = read_before[:, 0]
+    starts = tokens_before.sum(axis=1)
     scalars = np.stack([sources, starts, lengths, parts], axis=1)
     pieces = []
-    for numbers, unit_before in zip(scalars.tolist(), read_before, strict=True):
-      source, start, length, unit_parts = numbers
-      pieces.append(Piece(source, start, length, unit_parts, unit_before))
+    for unit, unit_before in zip(scalars.tolist(), read_before, strict=True):
+      source, start, length, unit_parts = unit
+      piece = Piece(source, start, length, unit_parts, unit_before)
+      pieces.append(piece)
     return pieces
 
   def _window_of_source(self, stage: _Stage, number: int, low: float, high: float) -> _Window:
@@ -221,19 +231,25 @@ class MixedRow:
     weight = stage.weights[number]
     place = int(stage.before[0, number])
     start = place - stage.delays[number]
-    first = math.floor(start + low * weight) - 1
-    last = math.ceil(start + high * weight) + 2
+    low_place = start + low * weight
+    high_place = start + high * weight
+    first = math.floor(low_place) - 1
+    last = math.ceil(high_place) + 2
     last += source.longest_unit  # at least one more unit
     units = source.units(max(place, first), last)
     times = self._times(stage, number, units)
     begin = np.searchsorted(times, low, 'left')
     end = np.searchsorted(times, high, 'right')
-    before = np.array([units.starts[begin], units.numbers[begin]])
+    tokens_before = units.starts[begin]
+    units_before = units.numbers[begin]
+    before = np.array([tokens_before, units_before])
+    inside = slice(begin, end)
     sources = np.full(end - begin, number)
-    lengths = units.lengths[begin:end]
-    parts = units.parts[begin:end]
-    return _Window(times[begin:end], sources, lengths, parts, before)
+    lengths = units.lengths[inside]
+    parts = units.parts[inside]
+    return _Window(times[inside], sources, lengths, parts, before)
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
     tokens_since_begin = units.starts - stage.before[0, number]
-    return (tokens_since_begin + stage.delays[number]) / stage.weights[number]
+    delayed = tokens_since_begin + stage.delays[number]
+    return delayed / stage.weights[number]

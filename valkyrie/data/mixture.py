@@ -138,8 +138,12 @@ class Mixture:
   @property
   def row_tokens(self) -> int:
     """Tokens of the longest row until every source with a weight has been read once."""
-    weighted = zip(self._feeds, self.weights.values(), strict=True)
-    return max(math.ceil(feed.row_tokens / weight) for feed, weight in weighted if weight)
+    lengths = []
+    for feed, weight in zip(self._feeds, self.weights.values(), strict=True):
+      if weight:
+        length = math.ceil(feed.row_tokens / weight)
+        lengths.append(length)
+    return max(lengths)
 
   @property
   def row_end(self) -> int | None:
@@ -200,15 +204,20 @@ class Mixture:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
     names = list(self.sources)
     rows = []
-    for row in range(len(self._rows))[:_MAX_NAMED]:
+    end = position + length
+    named_rows = min(len(self._rows), _MAX_NAMED)
+    for row in range(named_rows):
       documents = []
-      for span in itertools.islice(self._spans(row, position, position + length), _MAX_NAMED):
+      spans = self._spans(row, position, end)
+      for span in itertools.islice(spans, _MAX_NAMED):
         feed = self._feeds[span.source]
         numbers = feed.documents(row, span.place, span.place + span.length)
         documents.append(f'{names[span.source]} {numbers}')
       rows.append(f'row {row}: {", ".join(documents)}')
-    stores = ', '.join(f'{name} is {feed.store.path}' for name, feed in self.sources.items())
-    return f'these documents (the first of each row; {stores}): {"; ".join(rows)}'
+    places = [f'{name} is {feed.store.path}' for name, feed in self.sources.items()]
+    stores = ', '.join(places)
+    shown_rows = '; '.join(rows)
+    return f'these documents (the first of each row; {stores}): {shown_rows}'
 
   def _read_row(self, row: int, position: int, length: int) -> Batch:
     """One row, [1, length]."""

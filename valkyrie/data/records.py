@@ -372,17 +372,21 @@ def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row
 
 def _json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:
   """(place, bytes) of each line, or (place, value) of each member of a file that is one value."""
-  each = foreign.lines(lines, _LONGEST_VALUE if may_be_one else foreign.LONGEST_LINE)
+  longest = _LONGEST_VALUE if may_be_one else foreign.LONGEST_LINE
+  each = foreign.lines(lines, longest)
   begin = [next(each, b'')]
   while may_be_one and begin[-1].isspace():
     begin.append(next(each, b''))
   if may_be_one and not isinstance(_value(begin[-1]), dict):
-    value = _parsed(b''.join([*begin, *each]), path)
-    for number, member in enumerate(value if isinstance(value, list) else [value]):
-      yield f'Member {number + 1} of {path}', member
+    content = b''.join([*begin, *each])
+    value = _parsed(content, path)
+    members = value if isinstance(value, list) else [value]
+    for number, member in enumerate(members, 1):
+      yield f'Member {number} of {path}', member
     return
-  for number, line in enumerate(itertools.chain(begin, each)):
-    yield f'Line {number + 1} of {path}', line
+  every_line = itertools.chain(begin, each)
+  for number, line in enumerate(every_line, 1):
+    yield f'Line {number} of {path}', line
 
 
 def _value(content: bytes) -> Any:

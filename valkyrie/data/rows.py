@@ -111,8 +111,10 @@ class Row:
     if order.pass_carry > _RARE:
       self._most_parts = math.ceil(math.log(_RARE, order.pass_carry))
     first_documents = np.cumsum(counts) - counts
-    unit_lengths = np.add.reduceat(lengths[documents], first_documents)
-    longest_units = np.sort(unit_lengths)[-self._most_parts :]
+    document_lengths = lengths[documents]
+    unit_lengths = np.add.reduceat(document_lengths, first_documents)
+    ascending = np.sort(unit_lengths)
+    longest_units = ascending[-self._most_parts :]
     self.length = int(unit_lengths.sum())
     self.units_of_epoch = len(counts)
     self.longest_unit = int(longest_units.sum())
@@ -127,41 +129,49 @@ class Row:
     for number in self._epochs(begin, end):
       epoch = self._epoch(number)
       base = number * self.length  # tokens of the row before this epoch
+      unit_base = number * self.units_of_epoch
       first = np.searchsorted(epoch.ends, begin - base, side='right')
       last = np.searchsorted(epoch.ends, end - base, side='left') + 1
       documents = epoch.documents[first:last]
       ends = epoch.ends[first:last]
       units = epoch.units[first:last]
       starts = ends - self._lengths[documents]
+      unit_starts = epoch.unit_starts[units]
+      unit_numbers = epoch.unit_numbers[units]
       part = Documents(
         numbers=documents,
         starts=base + starts,
         ends=base + ends,
-        unit_starts=base + epoch.unit_starts[units],
-        unit_numbers=number * self.units_of_epoch + epoch.unit_numbers[units],
+        unit_starts=base + unit_starts,
+        unit_numbers=unit_base + unit_numbers,
       )
       parts.append(part)
-    return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+    fields = zip(*parts, strict=True)
+    return Documents(*map(np.concatenate, fields))
 
   def units(self, begin: int, end: int) -> Units:
     """The units that begin in [begin, end)."""
     if self.end is not None:
       end = min(end, self.end)
-    parts = [Units(*np.zeros((4, 0), np.int64))]
+    empty = np.zeros((4, 0), np.int64)
+    parts = [Units(*empty)]
     for number in self._epochs(begin, end):
       epoch = self._epoch(number)
       base = number * self.length  # tokens of the row before this epoch
-      first, last = np.searchsorted(epoch.unit_starts[:-1], (begin - base, end - base))
+      unit_base = number * self.units_of_epoch
+      all_starts = epoch.unit_starts[:-1]
+      first, last = np.searchsorted(all_starts, (begin - base, end - base))
       bounds = epoch.unit_starts[first : last + 1]
       numbers = epoch.unit_numbers[first : last + 1]
       part = Units(
         starts=base + bounds[:-1],
         lengths=np.diff(bounds),
-        numbers=number * self.units_of_epoch + numbers[:-1],
+        numbers=unit_base + numbers[:-1],
         parts=np.diff(numbers),
       )
       parts.append(part)
-    return Units(*map(np.concatenate, zip(*parts, strict=True)))
+    fields = zip(*parts, strict=True)
+    return Units(*map(np.concatenate, fields))
 
   def _epochs(self, begin: int, end: int) -> range:
     """The epochs that have tokens in [begin, end)."""
@@ -176,14 +186,18 @@ class Row:
     first_documents = np.cumsum(self._counts) - self._counts
     places = numbers_in(first_documents[order], counts)
     documents = self._documents[places]
-    ends = np.cumsum(self._lengths[documents])
-    dealt_ends = ends[np.cumsum(counts) - 1]
+    lengths = self._lengths[documents]
+    ends = np.cumsum(lengths)
+    last_documents = np.cumsum(counts) - 1
+    dealt_ends = ends[last_documents]
     dealt_starts = np.append(0, dealt_ends)
     is_begin = self._begins(seed)
     unit_of_dealt = np.cumsum(is_begin) - 1
     units = np.repeat(unit_of_dealt, counts)
-    unit_numbers = np.append(np.flatnonzero(is_begin), len(counts))
-    return _Epoch(documents, ends, units, dealt_starts[unit_numbers], unit_numbers)
+    begins = np.flatnonzero(is_begin)
+    unit_numbers = np.append(begins, len(counts))
+    unit_starts = dealt_starts[unit_numbers]
+    return _Epoch(documents, ends, units, unit_starts, unit_numbers)
 
   def _begins(self, seed: int) -> np.ndarray:
     """Which units of an epoch begin without the carry of the one before, bool [units]."""

@@ -326,19 +326,23 @@ class SourceFiles:
 
   def _wanted(self, infos: dict[str, Any]) -> list[Any]:
     """The files of a folder that are read, selected by their names."""
-    visible = {name: info for name, info in infos.items() if not _is_hidden(name)}
-    known = [name for name in visible if format_of(name) in self.formats]
-    tables = {name for name in known if format_of(name) in TABLES}
-    texts = set(known) - tables
+    formats = {name: format_of(name) for name in infos if not _is_hidden(name)}
+    known = {name for name, form in formats.items() if form in self.formats}
+    tables = {name for name in known if formats[name] in TABLES}
+    texts = known - tables
     # A README may describe tables and files of rows, but is not a reason to leave them out.
     readmes = {name for name in texts if file_names.is_readme(name)}
+    has_rows = any(formats[name] in ROWS for name in texts)
     wanted = texts
     if texts == readmes:
       wanted = tables or texts
-    elif any(format_of(name) in ROWS for name in texts):
+    elif has_rows:
       wanted = texts - readmes
-    self.left_out = [self._file(info) for name, info in visible.items() if name not in wanted]
-    return [visible[name] for name in wanted]
+    self.left_out = []
+    for name in formats:
+      if name not in wanted:
+        self.left_out.append(self._file(infos[name]))
+    return [infos[name] for name in wanted]
 
   def _file(self, info: Any) -> SourceFile:
     changed = 0

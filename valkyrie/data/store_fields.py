@@ -43,14 +43,16 @@ def check(information: Mapping[str, Any]) -> None:
     foreign.fields(duplicates, bytes=int, sha256=str, documents=int, name=str | None)
   for name in ('documents', 'tokens'):
     counts = [shard[name] for shard in information['shards']]
-    total = sum(counts)
-    if min(counts, default=-1) < 0 or total != information[name] or not total:
-      raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {information[name]}')
+    least = min(counts, default=-1)
+    total = information[name]
+    if least < 0 or sum(counts) != total or total == 0:
+      raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {total}')
   if information['text_bytes'] < 1 or information['vocabulary']['size'] < 1:
     raise ValueError('its text or its vocabulary is empty')
-  for least, count in lengths_of(information):
-    if not least.isdecimal() or type(count) is not int:
-      raise ValueError(f'its field lengths has {information["lengths"]!r:.80}')
+  for least_length, count in lengths_of(information):
+    if not least_length.isdecimal() or type(count) is not int:
+      lengths = information['lengths']
+      raise ValueError(f'its field lengths has {lengths!r:.80}')
   origin = information.get('origin')
   if origin is not None:
     _check_origin(origin)
@@ -103,29 +105,31 @@ def check_entry(entry: Any, *, inode: bool) -> None:
 def check_offsets(file: pathlib.Path, offsets: np.ndarray, tokens: int) -> None:
   """Checks the starts of documents, int64 [documents + 1]: each document has at least one."""
   lengths = np.diff(offsets)
-  if offsets[0] != 0 or offsets[-1] != tokens or (lengths < 1).any():
+  is_empty = lengths < 1
+  if offsets[0] != 0 or offsets[-1] != tokens or is_empty.any():
     raise _corrupt(file, f'they are not the starts of documents of {tokens} tokens')
 
 
 def check_places(file: pathlib.Path, places: np.ndarray, most: np.ndarray | int) -> None:
   """Checks prompts, int64: each is from 0 to `most`."""
-  if (places < 0).any() or (places > most).any():
+  is_outside = (places < 0) | (places > most)
+  if is_outside.any():
     raise _corrupt(file, 'they are not within the documents')
 
 
 def check_turns(file: pathlib.Path, turns: np.ndarray, tokens: int) -> None:
   """Checks begins and ends of later prompts, int64 [2 * prompts], which increase."""
   check_places(file, turns, tokens)
-  distances = np.diff(turns)
-  if len(turns) % 2 or (distances < 0).any():
+  descends = np.diff(turns) < 0
+  if len(turns) % 2 or descends.any():
     raise _corrupt(file, 'they are not begins and ends in turns')
 
 
 def check_duplicates(file: pathlib.Path, numbers: np.ndarray, documents: int) -> None:
   """Checks the numbers of documents that are left out, int64, which increase and are not all."""
   check_places(file, numbers, documents - 1)
-  distances = np.diff(numbers)
-  if len(numbers) >= documents or (distances < 1).any():
+  is_repeated = np.diff(numbers) < 1
+  if len(numbers) >= documents or is_repeated.any():
     raise _corrupt(file, f'they are not some of {documents} documents')
 
 

@@ -192,7 +192,10 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
 
 def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: pathlib.Path) -> None:
   """Copies the files that are missing in `local`."""
-  missing = {name: recorded for name, recorded in files.items() if not (local / name).exists()}
+  missing = {}
+  for name, recorded in files.items():
+    if not (local / name).exists():
+      missing[name] = recorded
   size = sum(recorded['bytes'] for recorded in missing.values())
   free = shutil.disk_usage(local).free
   if size > free:
@@ -207,16 +210,18 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
     for name, recorded in missing.items():
       digest = hashlib.sha256()
       lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
-      (local / name).parent.mkdir(exist_ok=True)
-      with owned.new_file(local / name) as stream:
+      file = local / name
+      file.parent.mkdir(exist_ok=True)
+      with owned.new_file(file) as stream:
         for block in remote.blocks(name, lacks, recorded['bytes']):
           stream.write(block)
           digest.update(block)
           bar.update(len(block))
           heartbeat.beat()
-        if digest.hexdigest() != recorded['sha256']:
+        copied_hash = digest.hexdigest()
+        if copied_hash != recorded['sha256']:
           raise DataError(
-            f'{remote}/{name} has the SHA-256 {digest.hexdigest()}, but {recorded["sha256"]} is '
+            f'{remote}/{name} has the SHA-256 {copied_hash}, but {recorded["sha256"]} is '
             f'recorded in its {STORE_FILE}. {_UPLOAD}'
           )
 

@@ -139,20 +139,17 @@ class TokenStore:
     vocabulary = information['vocabulary']
     bos_of_document = vocabulary['fingerprint'].count('+')
     bos_tokens = bos_of_document * information['documents']
-    self.tokens_per_byte: float = (information['tokens'] - bos_tokens) / information['text_bytes']
+    predicted_tokens = information['tokens'] - bos_tokens
+    self.tokens_per_byte: float = predicted_tokens / information['text_bytes']
     self._vocabulary_size: int = vocabulary['size']
     self._shards = information['shards']
-    self._first_documents = np.cumsum([0] + [shard['documents'] for shard in self._shards])
-    self._first_tokens = np.cumsum([0] + [shard['tokens'] for shard in self._shards])
-
-    dtype = token_dtype(self._vocabulary_size)
+    self._first_documents = self._counted_before('documents')
+    self._first_tokens = self._counted_before('tokens')
     self._tokens: list[ArrayFile] = []
     self._hashes: list[ArrayFile] = []
     for shard in self._shards:
-      folder = path / shard['name']
-      hashes_shape = (shard['documents'], 16)
-      self._tokens.append(ArrayFile(folder / TOKENS_FILE, dtype, (shard['tokens'],)))
-      self._hashes.append(ArrayFile(folder / HASHES_FILE, np.dtype(np.uint8), hashes_shape))
+      self._tokens.append(self._open_tokens(shard))
+      self._hashes.append(self._open_hashes(shard))
 
     starts: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
@@ -161,10 +158,11 @@ class TokenStore:
     later_prompts: list[np.ndarray] = []
     for shard, first_token in zip(self._shards, self._first_tokens[:-1], strict=True):
       offsets = self._read_offsets(shard)
+      shard_lengths = np.diff(offsets)
+      shard_prompts, turns = self._read_prompts(shard, shard_lengths)
       starts.append(offsets[:-1])
-      lengths.append(np.diff(offsets))
+      lengths.append(shard_lengths)
       keys.append(self._read_keys(shard))
-      shard_prompts, turns = self._read_prompts(shard, lengths[-1])
       prompts.append(shard_prompts)
       later_prompts.append(first_token + turns)
 
@@ -179,6 +177,21 @@ class TokenStore:
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
     self._changes = 0  # changes of the files that `_checked` takes into account
+
+  def _counted_before(self, name: str) -> np.ndarray:
+    """The documents or tokens before each shard, and all of them, int [shards + 1]."""
+    counts = [shard[name] for shard in self._shards]
+    return np.cumsum([0, *counts])
+
+  def _open_tokens(self, shard: Mapping[str, Any]) -> ArrayFile:
+    file = self.path / shard['name'] / TOKENS_FILE
+    dtype = token_dtype(self._vocabulary_size)
+    return ArrayFile(file, dtype, (shard['tokens'],))
+
+  def _open_hashes(self, shard: Mapping[str, Any]) -> ArrayFile:
+    file = self.path / shard['name'] / HASHES_FILE
+    dtype = np.dtype(np.uint8)
+    return ArrayFile(file, dtype, (shard['documents'], 16))
 
   def _read_offsets(self, shard: Mapping[str, Any]) -> np.ndarray:
     """The starts of the documents of a shard, and its end."""
@@ -206,13 +219,15 @@ class TokenStore:
     """The prompts of a shard whose documents have these lengths, and the places of later ones."""
     folder = self.path / shard['name']
     prompts = np.zeros(shard['documents'], np.int64)
-    turns = np.zeros(0, np.int64)
     if PROMPTS_FILE in shard['files']:
-      prompts = store_arrays.load(folder / PROMPTS_FILE, np.int64, prompts.shape)
-      store_fields.check_places(folder / PROMPTS_FILE, prompts, lengths)
+      file = folder / PROMPTS_FILE
+      prompts = store_arrays.load(file, np.int64, prompts.shape)
+      store_fields.check_places(file, prompts, lengths)
+    turns = np.zeros(0, np.int64)
     if LATER_PROMPTS_FILE in shard['files']:
-      turns = store_arrays.load(folder / LATER_PROMPTS_FILE, np.int64, (None,))
-      store_fields.check_turns(folder / LATER_PROMPTS_FILE, turns, shard['tokens'])
+      file = folder / LATER_PROMPTS_FILE
+      turns = store_arrays.load(file, np.int64, (None,))
+      store_fields.check_turns(file, turns, shard['tokens'])
     return prompts, turns
 
   @classmethod
@@ -256,7 +271,9 @@ class TokenStore:
 
   def places(self, documents: np.ndarray) -> np.ndarray:
     """Tokens that are stored before each document, int [documents]."""
-    return self._first_tokens[self._shards_of(documents)] + self._starts[documents]
+    shards = self._shards_of(documents)
+    tokens_before_shards = self._first_tokens[shards]
+    return tokens_before_shards + self._starts[documents]
 
   def damaged(self, documents: np.ndarray) -> np.ndarray:
     """Checks documents, int [documents], by their hashes -> bool [documents], True if damaged.
@@ -277,13 +294,18 @@ class TokenStore:
   def damage(self, document: int) -> str | None:
     """The damage of a document and its place in the store, or None if it is intact."""
     shard = int(self._shards_of(document))
-    number = int(self._stored(document) - self._first_documents[shard])
+    shard_name = self._shards[shard]['name']
+    stored = self._stored(document)
+    number = int(stored - self._first_documents[shard])
     begin = int(self._starts[document])
-    tokens = self._tokens[shard].read(begin, begin + int(self.lengths[document]))
-    place = f'document {number} of {self._shards[shard]["name"]} in the token store {self.path}'
-    if tokens.max() >= self._vocabulary_size:
-      return f'{place} has the token {tokens.max()}, but there are {self._vocabulary_size} ids'
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+    end = begin + int(self.lengths[document])
+    tokens = self._tokens[shard].read(begin, end)
+    place = f'document {number} of {shard_name} in the token store {self.path}'
+    largest = tokens.max()
+    if largest >= self._vocabulary_size:
+      return f'{place} has the token {largest}, but there are {self._vocabulary_size} ids'
+    content = tokens.tobytes()
+    digest = hashlib.blake2b(content, digest_size=16).digest()
     recorded = self._hashes[shard].read(number, number + 1)
     if digest != recorded.tobytes():
       return f'{place} does not have the hash recorded when it was written'
@@ -291,7 +313,8 @@ class TokenStore:
 
   def _shards_of(self, documents: np.ndarray | int) -> np.ndarray:
     stored = self._stored(documents)
-    return np.searchsorted(self._first_documents, stored, side='right') - 1
+    shards_begun = np.searchsorted(self._first_documents, stored, side='right')
+    return shards_begun - 1
 
   def _stored(self, documents: np.ndarray | int) -> np.ndarray | int:
     """The numbers of documents among all that were stored."""

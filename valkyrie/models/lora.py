@@ -48,15 +48,15 @@ class Lora:
       return whole
     inputs, outputs = declared.axes
     cast = declared.cast
-    normal = hk.initializers.RandomNormal(len(whole) ** -0.5)
-    down_shape = (whole.shape[0], self.rank)
-    up_shape = (self.rank, whole.shape[1])
-    down = parameter(name + A, down_shape, normal, axes=(inputs, None), cast=cast)
-    up = parameter(name + B, up_shape, jnp.zeros, axes=(None, outputs), cast=cast)
+    d_in, d_out = whole.shape
+    normal = hk.initializers.RandomNormal(d_in**-0.5)
+    down = parameter(name + A, (d_in, self.rank), normal, axes=(inputs, None), cast=cast)
+    up = parameter(name + B, (self.rank, d_out), jnp.zeros, axes=(None, outputs), cast=cast)
     if declared.in_products:
       return Adapted(whole, down, up)
     # Every use casts the sum, so a cast copy of the parts must give the same one.
-    return whole.astype(cast) + down.astype(cast) @ up.astype(cast)
+    adaptation = down.astype(cast) @ up.astype(cast)
+    return whole.astype(cast) + adaptation
 
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""

@@ -76,18 +76,25 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
 
   def moved(leaf: Any) -> np.ndarray:
     # A parameter that is zero at first would hide what the mixer does.
-    return np.asarray(leaf) + 0.1 * random.normal(size=leaf.shape).astype(leaf.dtype)
+    noise = random.normal(size=leaf.shape).astype(leaf.dtype)
+    return np.asarray(leaf) + 0.1 * noise
 
   x = random.normal(size=(_ROWS, _TIME, width)).astype(np.float32)
-  at = np.tile(np.r_[0:_START, 0 : _TIME - _START].astype(np.int32), (_ROWS, 1))
-  segments = np.ones_like(at) + (np.arange(_TIME) >= _START).astype(np.int32)
+  steps = np.arange(_TIME, dtype=np.int32)
+  is_second = steps >= _START  # the second of two documents
+  row_positions = np.where(is_second, steps - _START, steps)
+  row_segments = np.where(is_second, 2, 1).astype(np.int32)
+  positions = np.tile(row_positions, (_ROWS, 1))
+  segments = np.tile(row_segments, (_ROWS, 1))
   fresh = hk.transform(initial_carry).apply({}, None)
-  params = jax.tree.map(moved, mixer.init(jax.random.key(0), x, fresh, at, segments))
+  initial_params = mixer.init(jax.random.key(0), x, fresh, positions, segments)
+  params = jax.tree.map(moved, initial_params)
   run = jax.jit(mixer.apply)
 
   def over(x, carry, begin=0, end=_TIME, segments=segments):
     """(outputs, the carry after) of the tokens [begin, end)."""
-    return run(params, x[:, begin:end], carry, at[:, begin:end], segments[:, begin:end])
+    part = np.s_[:, begin:end]
+    return run(params, x[part], carry, positions[part], segments[part])
 
   whole, after = over(x, fresh)
   check_result(name, jnp.asarray(x), fresh, whole, after)
@@ -106,32 +113,31 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
 
   later = x.copy()
   later[:, _CUT:] += random.normal(size=later[:, _CUT:].shape)
-  compare(
-    over(later, fresh)[0][:, :_CUT],
-    whole[:, :_CUT],
-    'an output depends on a later token. Use only tokens before it',
-  )
+  outputs, _ = over(later, fresh)
+  rule = 'an output depends on a later token. Use only tokens before it'
+  compare(outputs[:, :_CUT], whole[:, :_CUT], rule)
+
   other = x.copy()
   other[1] += 1
-  compare(
-    over(other, fresh)[0][0], whole[0], 'a row depends on another one. Keep axis 0 of x apart'
-  )
+  outputs, _ = over(other, fresh)
+  rule = 'a row depends on another one. Keep axis 0 of x apart'
+  compare(outputs[0], whole[0], rule)
+
   first, carry = over(x, fresh, 0, _CUT)
   second, _ = over(x, carry, _CUT)
-  compare(
-    np.concatenate([first, second], axis=1),
-    whole,
+  joined = np.concatenate([first, second], axis=1)
+  rule = (
     f'a row cut into chunks of {_CUT} and {_TIME - _CUT} tokens gives other outputs than the whole '
-    'row. Pass on what later tokens need in the carry',
+    'row. Pass on what later tokens need in the carry'
   )
-  compare(
-    over(x, fresh, _START)[0],
-    whole[:, _START:],
-    'a document depends on the one before it. Start anew where positions is 0',
-  )
-  _, carry = over(x, fresh, segments=np.where(np.arange(_TIME) < _CUT, segments, 0))
-  compare(
-    over(x, carry, _CUT)[0],
-    second,
-    'padding changes the carry. Leave it as it was where segment_ids is 0',
-  )
+  compare(joined, whole, rule)
+
+  document, _ = over(x, fresh, _START)
+  rule = 'a document depends on the one before it. Start anew where positions is 0'
+  compare(document, whole[:, _START:], rule)
+
+  padded = np.where(steps < _CUT, segments, 0)
+  _, carry = over(x, fresh, segments=padded)
+  outputs, _ = over(x, carry, _CUT)
+  rule = 'padding changes the carry. Leave it as it was where segment_ids is 0'
+  compare(outputs, second, rule)

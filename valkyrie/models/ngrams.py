@@ -44,7 +44,8 @@ class NgramEmbedding(Module):
 
   def initial_carry(self, batch_size: int) -> Tail:
     """The tokens before a chunk, int32 [B, n - 1, 1]; no document reads those before its start."""
-    return Tail(jnp.zeros((batch_size, self._before, 1), jnp.int32))
+    tokens = jnp.zeros((batch_size, self._before, 1), jnp.int32)
+    return Tail(tokens)
 
   def forward_flops(self, width: int) -> int:
     """A matrix product for each token."""
@@ -63,26 +64,32 @@ class NgramEmbedding(Module):
     """tokens int32 [B, T] -> (what is added to their embeddings, [B, T, D], the carry after)."""
     shifted, tail = lagged(carry, tokens[..., None], segment_ids)
     # 1 + the token that many places before each, or 0 before the start of its document.
-    digest, *earlier = (
-      jnp.where(positions >= lag, 1 + token[..., 0], 0).astype(jnp.uint32)
-      for lag, token in enumerate(shifted)
-    )
-    found = []
-    for lag, token in enumerate(earlier, 1):
-      digest = mixed(digest + jnp.uint32(lag)) ^ token
-      if lag + 1 in self.orders:
-        shape = self.rows, self.width
-        table = parameter(f'table_{lag + 1}', shape, _INIT, axes=('ngrams', 'embed'))
-        row = (mixed(digest) % self.rows).astype(jnp.int32)
-        found.append(rows_of(table, row).astype(dtype))
-    rows = jnp.concatenate(found, axis=-1)
+    numbers = []
+    for lag, token in enumerate(shifted):
+      number = jnp.where(positions >= lag, 1 + token[..., 0], 0)
+      numbers.append(number.astype(jnp.uint32))
+    digest, *earlier = numbers
+    embedded = []
+    for lag, number in enumerate(earlier, 1):
+      order = lag + 1
+      digest = mixed(digest + jnp.uint32(lag)) ^ number
+      if order in self.orders:
+        shape = (self.rows, self.width)
+        table = parameter(f'table_{order}', shape, _INIT, axes=('ngrams', 'embed'))
+        row = mixed(digest) % self.rows
+        embedding = rows_of(table, row.astype(jnp.int32))
+        embedded.append(embedding.astype(dtype))
+    rows = jnp.concatenate(embedded, axis=-1)
     axes = (None, 'embed')
-    (added,) = products(rows, projections(rows, axes, out=d_model), axes)
+    weights = projections(rows, axes, out=d_model)
+    (added,) = products(rows, weights, axes)
     return added, tail
 
 
 def mixed(x: Array) -> Array:
   """A hash of uint32, whose bits all depend on all of x: lowbias32 (Wellons 2018)."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+  x = x ^ (x >> 16)
+  x = x * jnp.uint32(0x7FEB352D)
+  x = x ^ (x >> 15)
+  x = x * jnp.uint32(0x846CA68B)
   return x ^ (x >> 16)

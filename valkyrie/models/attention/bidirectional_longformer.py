@@ -133,7 +133,9 @@ def _attend_windows(
     if not global_tokens.shape[1]:
       return []
     ahead = now.positions[:, :, None] - far_at[:, None]
-    outside = (jnp.abs(ahead) > seen.width * d) | (ahead % d != 0)
+    is_far = jnp.abs(ahead) > seen.width * d
+    is_between = ahead % d != 0
+    outside = is_far | is_between
     visible = outside & same_document(now.segment_ids, far.segment_ids)
     is_before = visible & (ahead > 0)
     is_after = visible & (ahead < 0)
@@ -174,7 +176,8 @@ def _attend_documents(
     # The slice's first key is at coordinate 0. The coordinates of far queries are clipped, since
     # their windows contain no key of the slice.
     coordinate = global_tokens - number * size
-    row = reach + jnp.clip(coordinate, -reach, size - 1 + reach)
+    clipped = jnp.clip(coordinate, -reach, size - 1 + reach)
+    row = reach + clipped
     ahead = coordinate[:, :, None] - steps[None, None]
     visible = same_document(own, documents)
     inside = slice(reach, reach + size)

@@ -64,7 +64,9 @@ def why_not(choice: str, time: int) -> str | None:
 
 def is_used(choice: str | None, time: int, lengths: Container[int]) -> bool:
   """Whether a kernel reads a piece of `time` tokens; it was compared in pieces of these lengths."""
-  return choice is not None and time in lengths and not why_not(choice, time)
+  if choice is None or time not in lengths:
+    return False
+  return why_not(choice, time) is None
 
 
 def _splash(form: Form, rows: int, heads: int) -> Kernel:
@@ -255,8 +257,10 @@ def results(
   Its rows go on in a document, begin another one, and end with padding.
   """
   rows, time, _ = shape
-  carry_key, x_key, weights_key = jax.random.split(jax.random.key(0), 3)
-  steps = np.tile(np.arange(time, dtype=np.int32), (rows, 1))
+  key = jax.random.key(0)
+  carry_key, x_key, weights_key = jax.random.split(key, 3)
+  row_steps = np.arange(time, dtype=np.int32)
+  steps = np.tile(row_steps, (rows, 1))
   second_begin = time // 3
   padding_begin = time - time // 9
   second = steps >= second_begin  # the tokens of the second document, and after it

@@ -60,7 +60,8 @@ def _global_part(
     distance = jnp.concatenate([distance, distance_inside], axis=2)
   outside = distance > seen.width * seen.dilation
   if seen.dilation > 1:
-    outside |= (distance > 0) & (distance % seen.dilation > 0)
+    is_between = distance % seen.dilation > 0
+    outside |= (distance > 0) & is_between
   visible = outside & same_document(queries.segment_ids, starts.segment_ids)
   rows = len(queries.q)
 

@@ -143,7 +143,8 @@ def attend_backward(residuals, gradients):
   # ds = p (do·v - do·o + d log_total), where all keys share the last two terms.
   parts, dropout, out, log_total = residuals
   gradient, d_log_total = gradients
-  shared = jnp.sum(gradient * out, axis=-1, keepdims=True) - d_log_total
+  d_out_out = jnp.sum(gradient * out, axis=-1, keepdims=True)
+  shared = d_out_out - d_log_total
   dtype = gradient.dtype
   cotangents = []
   for number, part in enumerate(parts):

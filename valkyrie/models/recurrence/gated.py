@@ -54,15 +54,16 @@ class GatedRecurrence(Module):
 
   def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
     """The carries of the convolution and of the recurrence at a document start."""
-    return ConvolvedCarry(
-      self._convolution.initial_carry(batch_size, self.width, dtype),
-      self._recurrence.initial_carry(batch_size, dtype),
-    )
+    tail = self._convolution.initial_carry(batch_size, self.width, dtype)
+    state = self._recurrence.initial_carry(batch_size, dtype)
+    return ConvolvedCarry(tail, state)
 
   def forward_flops(self, width: int) -> int:
     """Three products of width x F, the convolution and the recurrence."""
-    inside = (part.forward_flops(self.width) for part in (self._convolution, self._recurrence))
-    return 6 * width * self.width + sum(inside)
+    projections = 6 * width * self.width
+    convolution = self._convolution.forward_flops(self.width)
+    recurrence = self._recurrence.forward_flops(self.width)
+    return projections + convolution + recurrence
 
   def __call__(
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
@@ -73,5 +74,6 @@ class GatedRecurrence(Module):
     convolved, tail = self._convolution(inner, carry.tail, **where)
     active = ACTIVATIONS[self.activation](convolved)
     mixed, state = self._recurrence(active, carry.state, **where)
-    (out,) = project(mixed * jax.nn.silu(gate), ('mlp', 'embed'), out=x.shape[-1])
+    gated = mixed * jax.nn.silu(gate)
+    (out,) = project(gated, ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)

@@ -37,8 +37,12 @@ class Complex(NamedTuple):
   im: Array
 
   def __mul__(self, other: 'Complex') -> 'Complex':
-    re = self.re * other.re - self.im * other.im
-    im = self.re * other.im + self.im * other.re
+    a = self.re
+    b = self.im
+    c = other.re
+    d = other.im
+    re = a * c - b * d
+    im = a * d + b * c
     return Complex(re, im)
 
   def __add__(self, other: 'Complex') -> 'Complex':
@@ -218,7 +222,8 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
     if g.shape[0] > 1:
       zero = jnp.zeros_like(part[first])  # the first input holds x_0
       part = join(zero, part)
-    summed = [axis for axis in range(part.ndim) if g.shape[axis] == 1 != part.shape[axis]]
+    sizes = zip(g.shape, part.shape, strict=True)
+    summed = [axis for axis, (to, size) in enumerate(sizes) if to == 1 != size]
     return jnp.sum(part, axis=summed, keepdims=True)
 
   d_growth = jax.tree.map(growth_cotangent, growth, products)

@@ -65,13 +65,17 @@ class DecayingHeads(Module):
     shape = self._state_shape[:1]
 
     def log_rates(shape, dtype):
-      return jnp.log(jax.random.uniform(hk.next_rng_key(), shape, dtype, 1, self.largest_rate))
+      key = hk.next_rng_key()
+      rates = jax.random.uniform(key, shape, dtype, 1, self.largest_rate)
+      return jnp.log(rates)
 
     def step_biases(shape, dtype):
+      key = hk.next_rng_key()
       low = np.log(self.shortest)
       high = np.log(self.horizon)
-      drawn = jax.random.uniform(hk.next_rng_key(), shape, dtype, low, high)
-      return inverse_softplus(jnp.exp(-drawn))
+      log_time_constants = jax.random.uniform(key, shape, dtype, low, high)
+      steps = jnp.exp(-log_time_constants)
+      return inverse_softplus(steps)
 
     log_rate = parameter('log_rate', shape, log_rates, axes=('norm',))
     step_bias = parameter('step_bias', shape, step_biases, axes=('norm',))
@@ -80,7 +84,8 @@ class DecayingHeads(Module):
 
 def inverse_softplus(y: Array) -> Array:
   """x with log(1 + exp(x)) = y, for y > 0."""
-  return y + jnp.log(-jnp.expm1(-y))
+  complement = -jnp.expm1(-y)  # 1 - exp(-y)
+  return y + jnp.log(complement)
 
 
 def root(x: Array) -> Array:
