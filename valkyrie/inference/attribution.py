@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.inference.reader import Reader, TextCarry, check_finite
+from valkyrie.inference.reader import Reader, TextCarry, check_finite, predicting_hidden
 from valkyrie.models.precision import wide
 from valkyrie.monitoring import pictures
 from valkyrie.training.losses import logits
@@ -140,23 +140,30 @@ class Attributor:
         carries.append(carry)
       for carry, chunk in zip(reversed(carries), reversed(segment), strict=True):
         gradient, effects = self._backwards(params, carry, chunk, answer, gradient)
-        parts.append(np.asarray(effects)[:, 0, : chunk.lengths[0]])
-    parts.append(np.zeros((2, first * size), np.float32))
-    all_effects = np.concatenate(parts[::-1], axis=1)
+        length = chunk.lengths[0]
+        row_effects = np.asarray(effects)[:, 0]
+        parts.append(row_effects[:, :length])
+    only_read = np.zeros((2, first * size), np.float32)
+    parts.append(only_read)
+    parts.reverse()
+    all_effects = np.concatenate(parts, axis=1)
     check_finite(np.isfinite(all_effects))
-    return all_effects, float(sum(log_probs))
+    log_prob = sum(log_probs)
+    return all_effects, float(log_prob)
 
   def _chunks(self, tokens: np.ndarray, answer: int) -> list[_Chunk]:
     """The chunks of a text, whose last `answer` tokens have weight."""
+    answer_begin = max(len(tokens) - answer, 1)  # a document's first token has no context
     weights = np.zeros((1, len(tokens)), np.float32)
-    weights[:, max(len(tokens) - answer, 1) :] = 1  # a document's first token has no context
+    weights[:, answer_begin:] = 1
     chunks = []
     begin = 0
     for padded, lengths in self._reader.chunks(self._reader.fresh(1), [tokens]):
       length = lengths[0]
-      chunk_weights = weights[:, begin : begin + length]
-      padding = padded.shape[1] - length
-      chunks.append(_Chunk(padded, lengths, np.pad(chunk_weights, ((0, 0), (0, padding)))))
+      chunk_weights = np.zeros(padded.shape, np.float32)
+      chunk_weights[:, :length] = weights[:, begin : begin + length]
+      chunk = _Chunk(padded, lengths, chunk_weights)
+      chunks.append(chunk)
       begin += self._reader.chunk_size
     return chunks
 
@@ -170,17 +177,24 @@ class Attributor:
     features, next_carry = self._reader.apply(
       params, carry, chunk.tokens, chunk.lengths, shift=shift
     )
-    # The features of a token predict the next one.
-    hidden = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
-    weights, places = lax.top_k(chunk.weights[0], min(count, chunk.weights.shape[1]))
+    hidden = predicting_hidden(carry, features)
+    chunk_weights = chunk.weights[0]
+    most = min(count, len(chunk_weights))
+    weights, places = lax.top_k(chunk_weights, most)
     chosen = features._replace(hidden=hidden[:, places])
     scores = logits(chosen, self._reader.model.about.vocabulary_size)[0]
-    is_target = jnp.arange(scores.shape[-1])[None] == chunk.tokens[0, places, None]
-    target = jnp.sum(jnp.where(is_target, scores, 0), axis=-1)
-    others = jax.nn.logsumexp(jnp.where(is_target, -jnp.inf, scores), axis=-1)
+    targets = chunk.tokens[0, places, None]
+    vocabulary = jnp.arange(scores.shape[-1])
+    is_target = vocabulary[None] == targets
+    target_scores = jnp.where(is_target, scores, 0)
+    other_scores = jnp.where(is_target, -jnp.inf, scores)
+    target = jnp.sum(target_scores, axis=-1)
+    others = jax.nn.logsumexp(other_scores, axis=-1)
     odds = target - others
-    log_prob = jnp.sum(weights * jax.nn.log_sigmoid(odds))
-    return (jnp.sum(weights * odds), log_prob, features.embedded), next_carry
+    log_probs = jax.nn.log_sigmoid(odds)
+    log_prob = jnp.sum(weights * log_probs)
+    weighted_odds = jnp.sum(weights * odds)
+    return (weighted_odds, log_prob, features.embedded), next_carry
 
   def _pulled_back(
     self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, gradient: Sequence[Array]
@@ -190,7 +204,8 @@ class Attributor:
     about = self._reader.model.about
 
     def read(shift, floats):
-      (odds, _, embedded), next_carry = self._read(params, rebuild(floats), chunk, count, shift)
+      carry = rebuild(floats)
+      (odds, _, embedded), next_carry = self._read(params, carry, chunk, count, shift)
       next_floats, _ = floats_of(next_carry)
       return (odds, next_floats), embedded
 
@@ -201,5 +216,7 @@ class Attributor:
     embedded = embedded.astype(wide(embedded.dtype))
     by_embedded = by_embedded.astype(embedded.dtype)
     effects = jnp.sum(embedded * by_embedded, axis=-1)
-    strengths = jnp.linalg.norm(embedded, axis=-1) * jnp.linalg.norm(by_embedded, axis=-1)
+    norms = jnp.linalg.norm(embedded, axis=-1)
+    gradient_norms = jnp.linalg.norm(by_embedded, axis=-1)
+    strengths = norms * gradient_norms
     return by_carry, jnp.stack([effects, strengths])

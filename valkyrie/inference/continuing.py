@@ -107,8 +107,12 @@ def _extended(
   reader = rows.reader
   read_once = list(dict.fromkeys(prompt for prompt, _ in numbers))
   tokens = [prompts[prompt] for prompt in read_once]
-  begun = rows.begun(carry, len(prompts), [number - min(prompts) for number in read_once])
-  reader.check_length(int(begun.position.max()) + max(map(len, tokens)) + max_tokens)
+  first = min(prompts)
+  carry_rows = [number - first for number in read_once]
+  begun = rows.begun(carry, len(prompts), carry_rows)
+  most_read = int(begun.position.max())
+  longest = max(map(len, tokens))
+  reader.check_length(most_read + longest + max_tokens)
   begun = reader.read(params, begun, tokens)
   place = [read_once.index(prompt) for prompt, _ in numbers]
   before = [tokens[number] for number in place]

@@ -56,8 +56,9 @@ def read_document(
     kept = {place: carry for place, carry in like.kept.items() if place <= shared}
   place = max(kept, default=0)
   carry = _copy(kept[place]) if kept else reader.fresh(1)
-  last = len(tokens) // size * size
-  steps = {size << power for power in range((last // size).bit_length())}
+  chunks = len(tokens) // size
+  last = chunks * size
+  steps = {size << power for power in range(chunks.bit_length())}
   marks = steps | {last - step for step in steps} | {last}
 
   def keep(end: int, carry: TextCarry) -> None:
@@ -78,7 +79,8 @@ def read_document(
 def _shared(tokens: np.ndarray, others: np.ndarray) -> int:
   """The number of tokens at the start of two texts that are equal."""
   length = min(len(tokens), len(others))
-  differing = np.flatnonzero(tokens[:length] != others[:length])
+  differs = tokens[:length] != others[:length]
+  differing = np.flatnonzero(differs)
   if not len(differing):
     return length
   return int(differing[0])
@@ -94,10 +96,12 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   if os.path.lexists(path):
     raise StorageError(f'{path} is there already. Name another file, or delete it.')
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
+  metadata = {**origin, _CONTENT: _digest(leaves)}
   failure = storage_errors(f'{path} cannot be written', 'Name another file, or make room.')
   with failure, owned.temporary_folder(path) as folder:
-    named_tensors.write(folder / path.name, leaves, {**origin, _CONTENT: _digest(leaves)})
-    owned.move(folder / path.name, path)
+    file = folder / path.name
+    named_tensors.write(file, leaves, metadata)
+    owned.move(file, path)
 
 
 def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:
@@ -116,7 +120,8 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
     )
   arrays = {}
   for name, tensor in file.tensors.items():
-    arrays[name] = tensor.read((slice(None),) * len(tensor.shape))
+    everything = (slice(None),) * len(tensor.shape)
+    arrays[name] = tensor.read(everything)
   digest = _digest(arrays)
   if file.metadata.get(_CONTENT, digest) != digest:  # files of earlier versions have no digest
     raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')
@@ -175,5 +180,8 @@ def _sizes(carry: Any) -> dict[str, Any]:
 
 
 def _named_leaves(carry: AnyCarry) -> dict[str, Array]:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
-  return {jax.tree_util.keystr(path, simple=True, separator='.'): leaf for path, leaf in leaves}
+  leaves = {}
+  for path, leaf in jax.tree.leaves_with_path(carry):
+    name = jax.tree_util.keystr(path, simple=True, separator='.')
+    leaves[name] = leaf
+  return leaves

@@ -175,9 +175,11 @@ def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
   for path, site in sites.items():
     v, u = site.factors(loaded.params)
     parts = {'': site.target(loaded.params), V: v, U: u}
+    prefix = f'{path}/'
     for name, array in functions.items():
-      if name.startswith(f'{path}/'):
-        parts[f'_{name.removeprefix(f"{path}/")}'] = array
+      if name.startswith(prefix):
+        part = name.removeprefix(prefix)
+        parts[f'_{part}'] = array
     for layer, name in enumerate(names[path]):
       for part, array in parts.items():
         arrays[name + part] = np.asarray(array[layer])

@@ -57,25 +57,41 @@ class Sampling:
     `seen`, bool [B, V], marks the tokens of the text so far; any shape without a penalty.
     """
     if self.repetition_penalty != 1:
-      factor = self.repetition_penalty
-      penalized = jnp.where(logits > 0, logits / factor, logits * factor)
-      logits = jnp.where(seen, penalized, logits)
+      logits = self._penalized(logits, seen)
     if self.temperature == 0:
-      return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # the quotient may exceed float32
+      greedy = jnp.argmax(logits, axis=-1)
+      return greedy.astype(jnp.int32)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    logits = logits - largest  # the quotient may exceed float32
     logits = logits / max(self.temperature, _SMALLEST)
     if self.top_k is not None and self.top_k < logits.shape[-1]:
-      _, largest = lax.top_k(logits, self.top_k)
-      logits = _kept(logits, largest, jnp.bool(True))
+      _, likeliest = lax.top_k(logits, self.top_k)
+      logits = _kept(logits, likeliest, jnp.bool(True))
     if self.top_p < 1:
-      order = jnp.argsort(logits, axis=-1, descending=True)
-      shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-      likelier = jnp.cumsum(shares, axis=-1) - shares  # the sum of the shares before each
-      logits = _kept(logits, order, likelier < max(self.top_p * _REACHED, _SMALLEST))
+      logits = self._nucleus(logits)
     if self.min_p > 0:
       most = jnp.max(logits, axis=-1, keepdims=True)
-      logits = jnp.where(logits < most + jnp.log(self.min_p), -jnp.inf, logits)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+      least = most + jnp.log(self.min_p)
+      logits = jnp.where(logits < least, -jnp.inf, logits)
+    draw = jax.vmap(jax.random.categorical)
+    return draw(keys, logits).astype(jnp.int32)
+
+  def _penalized(self, logits: Array, seen: Array) -> Array:
+    """The logits with the repetition penalty on tokens that were `seen`."""
+    factor = self.repetition_penalty
+    divided = logits / factor
+    multiplied = logits * factor
+    penalized = jnp.where(logits > 0, divided, multiplied)
+    return jnp.where(seen, penalized, logits)
+
+  def _nucleus(self, logits: Array) -> Array:
+    """The logits of the likeliest tokens that have `top_p` together, and -inf for all others."""
+    order = jnp.argsort(logits, axis=-1, descending=True)
+    descending = jnp.take_along_axis(logits, order, axis=-1)
+    shares = jax.nn.softmax(descending, axis=-1)
+    likelier = jnp.cumsum(shares, axis=-1) - shares  # the sum of the shares before each
+    reached = max(self.top_p * _REACHED, _SMALLEST)
+    return _kept(logits, order, likelier < reached)
 
   def __post_init__(self):
     check_fields(self)
@@ -83,8 +99,9 @@ class Sampling:
 
 def _kept(logits: Array, tokens: Array, keep: Array) -> Array:
   """The logits [B, V] of the `tokens` [B, N] to keep, and -inf for all others."""
-  kept = jnp.put_along_axis(jnp.zeros(logits.shape, bool), tokens, keep, axis=-1, inplace=False)
-  return jnp.where(kept, logits, -jnp.inf)
+  none = jnp.zeros(logits.shape, bool)
+  is_kept = jnp.put_along_axis(none, tokens, keep, axis=-1, inplace=False)
+  return jnp.where(is_kept, logits, -jnp.inf)
 
 
 GREEDY = Sampling()

@@ -72,18 +72,22 @@ class HarnessModel(LM):
     for number, (context, _) in enumerate(rows):
       by_context[context.tobytes()].append(number)
     answers: dict[int, tuple[float, bool]] = {}
-    for contexts in batches(sorted(by_context, key=len, reverse=True), self._batch_size):
-      context_carry = self._run.read([np.frombuffer(context, np.int32) for context in contexts])
+    longest_first = sorted(by_context, key=len, reverse=True)
+    for contexts in batches(longest_first, self._batch_size):
+      tokens = [np.frombuffer(context, np.int32) for context in contexts]
+      context_carry = self._run.read(tokens)
       continuations = []  # (row of the context, number of the request)
       for row, context in enumerate(contexts):
         continuations += [(row, number) for number in by_context[context]]
       for batch in batches(continuations, self._batch_size):
-        carry = self._run.rows(context_carry, [row for row, _ in batch])
-        numbers = [number for _, number in batch]
-        texts = [continuation for _, continuation in (rows[number] for number in numbers)]
+        context_rows, numbers = zip(*batch, strict=True)
+        carry = self._run.rows(context_carry, context_rows)
+        texts = [rows[number][1] for number in numbers]
         scores = self._run.score(texts, carry)
         for number, score in zip(numbers, scores, strict=True):
-          answers[number] = (self._sum(score.log_probs), bool(score.greedy.all()))
+          log_prob = self._sum(score.log_probs)
+          is_greedy = bool(score.greedy.all())
+          answers[number] = (log_prob, is_greedy)
     return self._answered('loglikelihood', requests, answers)
 
   def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
@@ -118,10 +122,12 @@ class HarnessModel(LM):
     texts: dict[int, str] = {}
     for settings, numbers in by_settings.items():
       options = _generation(json.loads(settings))
-      numbers.sort(key=lambda number: -len(requests[number].args[0]))
+      texts_of_contexts = {number: requests[number].args[0] for number in numbers}
+      numbers.sort(key=lambda number: -len(texts_of_contexts[number]))
       contexts = []
       for number in numbers:
-        contexts.append(self._shortened(requests[number].args[0], options['max_tokens']))
+        context = self._shortened(texts_of_contexts[number], options['max_tokens'])
+        contexts.append(context)
       continuations = self._run.generate(contexts, batch_size=self._batch_size, **options)
       for number, continuation in zip(numbers, continuations, strict=True):
         texts[number] = continuation.text
@@ -194,11 +200,14 @@ def _windows(request: int, ids: np.ndarray, longest: int | None, bos: int) -> It
   if longest is not None:
     size = longest
   end = min(size, len(ids))
-  yield _Window(request, max(end - bos, 0), ids[:end])
+  new = max(end - bos, 0)
+  yield _Window(request, new, ids[:end])
+  most_new = max(size - 1, 1)
   while end < len(ids):
-    new = min(max(size - 1, 1), len(ids) - end)
+    new = min(most_new, len(ids) - end)
     end += new
-    yield _Window(request, new, ids[max(0, end - size) : end])
+    begin = max(0, end - size)
+    yield _Window(request, new, ids[begin:end])
 
 
 def _generation(settings: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,13 @@ def check_finite(finite: Any) -> None:
     )
 
 
+def predicting_hidden(carry: TextCarry, features: Features) -> Array:
+  """The features that predict each token of a chunk, [B, T, D]: those of the token before it."""
+  last_of_carry = carry.hidden[:, None]
+  but_last = features.hidden[:, :-1]
+  return jnp.concatenate([last_of_carry, but_last], axis=1)
+
+
 class Reader:
   """Reads documents. Rows may have different lengths: padding changes no carry."""
 
@@ -138,26 +145,30 @@ class Reader:
     scores = []
     for number, row in enumerate(rows):
       length = len(row)
-      score = TextScore(row, all_log_probs[number, :length], all_greedy[number, :length])
+      log_probs = all_log_probs[number, :length]
+      greedy = all_greedy[number, :length]
       first = without_context[number]
-      check_finite(np.isfinite(score.log_probs[first:]))
-      score.log_probs[:first] = np.nan
+      check_finite(np.isfinite(log_probs[first:]))
+      log_probs[:first] = np.nan
+      score = TextScore(row, log_probs, greedy)
       scores.append(score)
     return scores
 
   def embed(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> np.ndarray:
     """Like `read`, but returns the mean of the features of each row, float32 [B, D]."""
-    lengths = np.array([[len(row)] for row in rows])
+    lengths = np.array([len(row) for row in rows])
     if not lengths.all():
       raise UsageError('A text is empty, and has no features. Leave it out.')
     sums = np.zeros((len(rows), self.model.about.width))
     for tokens, real_tokens in self.chunks(carry, rows):
       features, carry = self.show(params, carry, tokens, real_tokens, ())
       places = np.arange(tokens.shape[1])
-      is_real = places[None, :, None] < real_tokens[:, None, None]
-      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=is_real)
+      is_real = places[None] < real_tokens[:, None]
+      where = is_real[..., None]
+      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=where)
     check_finite(np.isfinite(sums))
-    return (sums / lengths).astype(np.float32)
+    means = sums / lengths[:, None]
+    return means.astype(np.float32)
 
   def generate(
     self,
@@ -182,9 +193,11 @@ class Reader:
       for row, text in enumerate(texts):
         seen[row, text] = True
     seen = jnp.asarray(seen)
-    keys = jnp.repeat(jax.random.key(seed), len(numbers))
+    key = jax.random.key(seed)
+    keys = jnp.repeat(key, len(numbers))
+    fold_in = jax.vmap(jax.random.fold_in)
     for number in np.asarray(numbers, np.uint32).T:
-      keys = jax.vmap(jax.random.fold_in)(keys, number)
+      keys = fold_in(keys, number)
     pending = []
     for _ in range(count):
       tokens, carry, seen = self._next(sampling, params, carry, seen, keys)
@@ -199,13 +212,16 @@ class Reader:
     size = self.model.about.vocabulary_size
     unembedding = tables.get('unembedding', tables['embedding'])
     features = Features(carry.hidden[:, None], unembedding)
-    scores = logits(features, size)[:, 0, :size]
-    token_keys = jax.vmap(jax.random.fold_in)(keys, carry.position)
+    padded_scores = logits(features, size)
+    scores = padded_scores[:, 0, :size]
+    fold_in = jax.vmap(jax.random.fold_in)
+    token_keys = fold_in(keys, carry.position)
     tokens = sampling.choose(scores, seen, token_keys)
     is_finite = jnp.isfinite(scores).all(axis=-1)
     tokens = jnp.where(is_finite, tokens, -1)
     if seen.ndim:
-      seen = seen.at[jnp.arange(len(tokens)), tokens].set(True)
+      rows = jnp.arange(len(tokens))
+      seen = seen.at[rows, tokens].set(True)
     next_carry = self._advance(params, carry, tokens[:, None], jnp.ones_like(tokens))
     return tokens, next_carry, seen
 
@@ -213,8 +229,10 @@ class Reader:
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
   ) -> TextCarry:
     """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry."""
-    model_carry = cut_carry(carry.carry, self.model.initial_carry(len(tokens)), cut)
-    _, next_carry = self.apply(params, carry._replace(carry=model_carry), tokens, lengths)
+    empty = self.model.initial_carry(len(tokens))
+    model_carry = cut_carry(carry.carry, empty, cut)
+    carry = carry._replace(carry=model_carry)
+    _, next_carry = self.apply(params, carry, tokens, lengths)
     return next_carry
 
   def check_length(self, tokens: int) -> None:
@@ -239,7 +257,8 @@ class Reader:
     """Reads a chunk; `shift` is added to the input of the first layer, see `LanguageModel`."""
     index = jnp.arange(tokens.shape[1])[None]
     is_real = index < lengths[:, None]
-    positions = jnp.where(is_real, position_of(carry.position[:, None] + index), 0)
+    distances = carry.position[:, None] + index
+    positions = jnp.where(is_real, position_of(distances), 0)
     segment_ids = is_real.astype(jnp.int32)
     features, model_carry = self.model.apply(
       params,
@@ -250,9 +269,10 @@ class Reader:
       activations=activations,
       shift=shift,
     )
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(features.hidden, last, axis=1)[:, 0]
-    hidden = jnp.where(lengths[:, None] > 0, hidden, carry.hidden)
+    last = jnp.maximum(lengths - 1, 0)
+    last_hidden = jnp.take_along_axis(features.hidden, last[:, None, None], axis=1)
+    has_tokens = lengths[:, None] > 0
+    hidden = jnp.where(has_tokens, last_hidden[:, 0], carry.hidden)
     next_position = position_of(carry.position + lengths)
     return features, TextCarry(model_carry, next_position, hidden)
 
@@ -260,8 +280,7 @@ class Reader:
     self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
   ) -> tuple[tuple[Array, Array], TextCarry]:
     features, next_carry = self.apply(params, carry, tokens, lengths)
-    # The features of a token predict the next one.
-    hidden = jnp.concatenate([carry.hidden[:, None], features.hidden[:, :-1]], axis=1)
+    hidden = predicting_hidden(carry, features)
     size = self.model.about.vocabulary_size
     scores = token_scores(Features(hidden, features.unembedding), tokens, size)
     return (-scores.loss, scores.right), next_carry
@@ -271,7 +290,8 @@ class Reader:
   ) -> tuple[Array, TextCarry]:
     features, next_carry = self.apply(params, carry, tokens, lengths)
     size = self.model.about.vocabulary_size
-    return logits(features, size)[..., :size], next_carry
+    padded_logits = logits(features, size)
+    return padded_logits[..., :size], next_carry
 
   def chunks(
     self, carry: TextCarry, rows: Sequence[np.ndarray], begin: int = 0
@@ -288,8 +308,10 @@ class Reader:
       if self.progress is not None:
         self.progress(begin + start, begin + longest)
       real_tokens = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
-      power_of_two = 1 << int(real_tokens.max() - 1).bit_length()
-      size = min(self.chunk_size, max(_SMALLEST, power_of_two))
+      most = int(real_tokens.max())
+      power_of_two = 1 << (most - 1).bit_length()
+      size = max(_SMALLEST, power_of_two)
+      size = min(self.chunk_size, size)
       tokens = np.zeros((len(rows), size), np.int32)
       for row, text in enumerate(rows):
         count = real_tokens[row]

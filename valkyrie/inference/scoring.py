@@ -30,7 +30,8 @@ def of_each(
   results = []
   for batch in batches(range(len(tokens)), batch_size):
     begun = rows.begun(carry, len(tokens), batch)
-    results += [*find(params, begun, [tokens[number] for number in batch])]
+    batch_tokens = [tokens[number] for number in batch]
+    results += [*find(params, begun, batch_tokens)]
   return results
 
 
@@ -40,8 +41,9 @@ def logits(rows: TextRows, params: Params, text: Text, carry: AnyCarry | None) -
   carry = rows.begun(carry, 1)
   parts = [jnp.zeros((0, rows.model.about.vocabulary_size))]
   for chunk, lengths in rows.reader.chunks(carry, tokens):
-    of_chunk, carry = rows.reader.predict(params, carry, chunk, lengths)
-    parts.append(of_chunk[0, : lengths[0]])
+    chunk_logits, carry = rows.reader.predict(params, carry, chunk, lengths)
+    length = lengths[0]
+    parts.append(chunk_logits[0, :length])
   return jnp.concatenate(parts)
 
 
@@ -58,6 +60,8 @@ def activations(
   parts: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
   for chunk, lengths in rows.reader.chunks(carry, tokens):
     features, carry = rows.reader.show(params, carry, chunk, lengths, tuple(kinds))
+    length = lengths[0]
     for kind in kinds:
-      parts[kind].append(np.asarray(features.activations[kind][:, 0, : lengths[0]]))
+      values = features.activations[kind][:, 0, :length]
+      parts[kind].append(np.asarray(values))
   return {kind: np.concatenate(parts[kind], axis=1) for kind in kinds}

@@ -76,20 +76,29 @@ class TextRows:
       texts: the number of texts.
       numbers: the numbers of the texts that are read now; None means all.
     """
-    numbers = range(texts) if numbers is None else numbers
+    if numbers is None:
+      numbers = range(texts)
     if carry is None:
       return self.reader.fresh(len(numbers))
-    if len(carry.position) not in (1, texts):
+    carry_rows = len(carry.position)
+    if carry_rows not in (1, texts):
       raise ConfigurationError(
-        f'The carry has {len(carry.position)} rows, but {texts} texts follow. Use a carry of one '
+        f'The carry has {carry_rows} rows, but {texts} texts follow. Use a carry of one '
         'row, or of a row for each text; `rows` chooses some.'
       )
-    return self.chosen(carry, numbers if len(carry.position) > 1 else [0] * len(numbers))
+    if carry_rows == 1:
+      numbers = [0] * len(numbers)
+    return self.chosen(carry, numbers)
 
   def chosen(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
     """The rows of a carry with these numbers; an IndexError if there is no such row."""
     documents.check(carry, self.reader)
-    index = np.arange(len(carry.position))[np.asarray(numbers)]
+    all_rows = np.arange(len(carry.position))
+    index = all_rows[np.asarray(numbers)]
+
+    def take(x, axes):
+      return jnp.take(x, index, axes.index('batch'))
+
     axes = self.model.carry_axes(carry.carry)
-    taken = jax.tree.map(lambda x, of: jnp.take(x, index, of.index('batch')), carry.carry, axes)
-    return TextCarry(taken, carry.position[index], carry.hidden[index])
+    model_carry = jax.tree.map(take, carry.carry, axes)
+    return TextCarry(model_carry, carry.position[index], carry.hidden[index])
