@@ -117,11 +117,13 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
   if collective.kind.endswith('all-to-all'):
     # Half of the bytes cross the middle of the longest axis, a quarter in each direction.
     longest = max(links, key=lambda axis: spans[axis] / links[axis])
-    rate = 4 * links[longest] * link_bytes_per_second / spans[longest]
+    axis_bytes_per_second = links[longest] * link_bytes_per_second
+    rate = 4 * axis_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate
   most_first = sorted(links.values(), reverse=True)
   used = most_first[: collective.dimensions or len(links)]
-  return collective.bytes / (sum(used) * link_bytes_per_second)
+  bytes_per_second = sum(used) * link_bytes_per_second
+  return collective.bytes / bytes_per_second
 
 
 def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
@@ -259,19 +261,24 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   listed = re.match(r'\{((?:\{[\d,]*\},?)*)\}', text)
   if listed:
     rows = re.findall(r'\{([\d,]+)\}', listed.group(1))
-    groups = [hlo.integers(row) for row in rows]
-    return np.asarray(groups or [range(partitions)], int)
+    groups: list[Sequence[int]] = [hlo.integers(row) for row in rows]
+    if not groups:
+      groups = [range(partitions)]
+    return np.asarray(groups, int)
   iota = re.match(rf'\[([\d,]+)\]<={_ORDER}', text)
   if iota:
     sizes, dims, order = iota.groups()
-    return _in_order(hlo.integers(dims), order).reshape(hlo.integers(sizes))
+    numbers = _in_order(hlo.integers(dims), order)
+    return numbers.reshape(hlo.integers(sizes))
   mesh = re.match(rf'mesh\[([^\]]*)\](?:, *device_ids=\({_ORDER}\))? *\{{([^}}]*)\}}', text)
   if mesh is None:
     raise ValueError(f'The notation of the replica groups is unknown: {text[:120]!r}.')
   axes, dims, order, group_axes = mesh.groups()
-  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  named_sizes = re.findall(r"'([^']+)'=(\d+)", axes)
+  sizes = {name: int(size) for name, size in named_sizes}
   shape = hlo.integers(dims) if dims else tuple(sizes.values())
-  return _groups_over_axes(_in_order(shape, order), sizes, group_axes)
+  numbers = _in_order(shape, order)
+  return _groups_over_axes(numbers, sizes, group_axes)
 
 
 def _in_order(shape: tuple[int, ...], order: str | None) -> np.ndarray:

@@ -156,7 +156,9 @@ def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dic
     if work.part == 'communication':
       continue
     peak = chip.peak_int8 if work.int8 else chip.peak_flops
-    by_roofline = max(work.flops / peak, work.bytes / chip.hbm_bytes_per_second)
+    compute_seconds = work.flops / peak
+    memory_seconds = work.bytes / chip.hbm_bytes_per_second
+    by_roofline = max(compute_seconds, memory_seconds)
     by_cycles = work.cycles / chip.cycles_per_second
     if work.part == 'kernels':
       by_cycles = work.flops * plain_cycles / chip.cycles_per_second or by_roofline
@@ -187,20 +189,23 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
   `dim_labels=0bf_0io->0bf` names the dimensions of input, kernel and output: b is the batch, f, i
   and o are features, and numbers are dimensions of the window.
   """
-  labels = re.split(r'_|->', instruction.find(r'dim_labels=([\w?>-]+)'))
-  of_input, of_kernel, of_output = labels
-  inputs = dict(zip(of_input, left, strict=True))
-  kernel = dict(zip(of_kernel, right, strict=True))
-  outputs = dict(zip(of_output, out, strict=True))
+  dim_labels = instruction.find(r'dim_labels=([\w?>-]+)')
+  input_labels, kernel_labels, output_labels = re.split(r'_|->', dim_labels)
+  inputs = dict(zip(input_labels, left, strict=True))
+  kernel = dict(zip(kernel_labels, right, strict=True))
+  outputs = dict(zip(output_labels, out, strict=True))
   groups = int(instruction.find(r'batch_group_count=(\d+)') or 1)
-  count = outputs['b'] * outputs['f'] * kernel['i'] // groups
+  results = outputs['b'] * outputs['f']
+  count = results * kernel['i'] // groups
   # `window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}.
-  settings = re.findall(r'(\w+)=(\S+)', instruction.find(r'window=\{([^}]*)\}'))
+  written_window = instruction.find(r'window=\{([^}]*)\}')
+  settings = re.findall(r'(\w+)=(\S+)', written_window)
   window = {name: values.split('x') for name, values in settings}
-  for label in of_input:
+  for label in input_labels:
     if label.isdecimal():
-      of_dimension = {name: values[int(label)] for name, values in window.items()}
-      count *= _meetings(inputs[label], kernel[label], outputs[label], of_dimension)
+      dimension = int(label)
+      window_side = {name: values[dimension] for name, values in window.items()}
+      count *= _meetings(inputs[label], kernel[label], outputs[label], window_side)
   return count
 
 
@@ -211,8 +216,10 @@ def _meetings(inputs: int, kernel: int, outputs: int, window: dict[str, str]) ->
   spacing = int(window.get('rhs_dilate', 1))
   padding, _, _ = window.get('pad', '0_0').partition('_')
   places = spacing * np.arange(kernel) - int(padding)
-  met = places[:, None] + stride * np.arange(outputs)
-  is_inside = (met >= 0) & (met <= gap * (inputs - 1))
+  begins = stride * np.arange(outputs)
+  last = gap * (inputs - 1)
+  met = places[:, None] + begins
+  is_inside = (met >= 0) & (met <= last)
   is_input = is_inside & (met % gap == 0)
   return int(is_input.sum())
 

@@ -63,8 +63,13 @@ class Comparison:
     check_place(flags.results)
     self._flags = flags
     self._left: list[Candidate] = list(flags.candidates)
-    self._budgets = {name: getattr(flags, name) for name in TITLES if getattr(flags, name)}
-    self.outcomes: dict[str, list[Outcome]] = {name: [] for name in self._budgets}
+    self._budgets: dict[str, float] = {}
+    self.outcomes: dict[str, list[Outcome]] = {}
+    for name in TITLES:
+      amount = getattr(flags, name)
+      if amount:
+        self._budgets[name] = amount
+        self.outcomes[name] = []
     self.failed: list[str] = []
     # What a step of a candidate costs, as its newest run has shown: by name and timed values.
     self._paces: dict[tuple[str, str], dict[str, float | None]] = {}
@@ -208,7 +213,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.error(f'{unknown[0]}: unknown flag. --help lists all flags.')
   amounts = [getattr(flags, name) for name in TITLES]
   given = [amount for amount in amounts if amount is not None]
-  if not given or not all(0 < amount < math.inf for amount in given):
+  are_positive = all(0 < amount < math.inf for amount in given)
+  if not given or not are_positive:
     parser.error('pass --seconds=S, --tokens=T or --flops=F, more than 0')
   if flags.context < 1 or flags.context.bit_count() > 1:
     parser.error(f'--context={flags.context}: expected a power of 2, such as 512')

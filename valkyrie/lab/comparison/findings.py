@@ -141,9 +141,11 @@ def findings(
   """
   chosen = _at_best_values(outcomes, tried, context)
   scores = {}
-  for name, of_candidate in chosen.items():
-    scores[name] = [bits(outcome.run, context) for outcome in of_candidate]
-  names = sorted(chosen, key=lambda name: statistics.fmean(scores[name]))
+  means = {}
+  for name, candidate_outcomes in chosen.items():
+    scores[name] = [bits(outcome.run, context) for outcome in candidate_outcomes]
+    means[name] = statistics.fmean(scores[name])
+  names = sorted(means, key=lambda name: means[name])
   runs = {}
   amounts = {}
   drawn = []
@@ -155,11 +157,15 @@ def findings(
       drawn.append(seeds[0]._replace(name=name))
   unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
 
-  blocks: list[Block] = [f'## The same {TITLES[budget].format(amount)}']
-  blocks += verdict({name: scores[name] for name in names}, unit, budget, amounts)
+  title = TITLES[budget].format(amount)
+  blocks: list[Block] = [f'## The same {title}']
+  sorted_scores = {name: scores[name] for name in names}
+  blocks += verdict(sorted_scores, unit, budget, amounts)
   blocks += _missed(budget, amount, amounts)
-  blocks.append(_results(names, chosen, scores, runs, unit))
-  numbers = ', '.join(str(outcome.seed) for outcome in chosen[names[0]])
+  results = _results(names, chosen, scores, runs, unit)
+  blocks.append(results)
+  best_outcomes = chosen[names[0]]
+  numbers = ', '.join(str(outcome.seed) for outcome in best_outcomes)
   note = f'Seeds {numbers}; {unit} of the targets of the whole validation split'
   if context > 1:
     note += f' with {context} or more tokens before them'

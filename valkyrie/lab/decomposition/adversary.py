@@ -108,12 +108,14 @@ class Adversary(Stochastic):
 
   def spread(self, sources: Sources, tokens: Tokens) -> dict[str, Array]:
     """{path: r [L, B, T, C + 1]}: the source of each token of a chunk."""
-    of_tokens = {}
+    spread = {}
     for path, source in sources.items():
       rows, places = source.shape[:2]
-      r = source[tokens.row[:, None] % rows, tokens.number % places]
-      of_tokens[path] = jnp.moveaxis(r, 2, 0)
-    return of_tokens
+      row = tokens.row[:, None] % rows
+      place = tokens.number % places
+      r = source[row, place]
+      spread[path] = jnp.moveaxis(r, 2, 0)
+    return spread
 
   def ascend(self, attack: Attack, step: Array, gradient: Sources) -> Attack:
     """One update by a gradient of the loss, projected to [0, 1]."""
@@ -136,14 +138,19 @@ class Adversary(Stochastic):
     mean = jax.tree.map(next_mean, attack.mean, gradient)
     square = jax.tree.map(next_square, attack.square, gradient)
     exponent = count.astype(jnp.float32)
-    warmup = jnp.minimum(1.0, (step + 1) / max(self.warmup_steps, 1))
+    mean_weight = 1 - _B1**exponent
+    square_weight = 1 - _B2**exponent
+    steps_to_full_rate = max(self.warmup_steps, 1)
+    warmup = jnp.minimum(1.0, (step + 1) / steps_to_full_rate)
     rate = self.rate * warmup
 
     def move(r, m, v):
-      unbiased_mean = m / (1 - _B1**exponent)
-      unbiased_square = v / (1 - _B2**exponent)
-      direction = unbiased_mean / (jnp.sqrt(unbiased_square) + _EPSILON)
-      return jnp.clip(r + rate * direction, 0, 1).astype(r.dtype)
+      unbiased_mean = m / mean_weight
+      unbiased_square = v / square_weight
+      deviation = jnp.sqrt(unbiased_square)
+      direction = unbiased_mean / (deviation + _EPSILON)
+      moved = jnp.clip(r + rate * direction, 0, 1)
+      return moved.astype(r.dtype)
 
     sources = jax.tree.map(move, attack.sources, mean, square)
     return Attack(sources, mean, square, count)

@@ -80,7 +80,8 @@ class ChunkReading:
     # Importances count for all tokens, also where nothing is predicted.
     tokens_of_step = lax.stop_gradient(self._arrays[TOKENS])
     is_real = chunk.batch.segment_ids > 0
-    self._share = is_real * (chunk.total / tokens_of_step)
+    token_share = chunk.total / tokens_of_step
+    self._share = is_real * token_share
     functions = settings.importance()
     inputs = chunk.features.sites or {}
     z, after = functions(chunk.params, self._sites, inputs, self.before.importance, chunk.batch)
@@ -112,8 +113,9 @@ class ChunkReading:
     """{path: [L, C]}, the sum over tokens of a power of each importance (D11)."""
     first = self._settings.exponent
     last = self._settings.last_exponent
-    progress = lax.stop_gradient(self._arrays[STEP]) / self._settings.train_steps
-    exponent = first + (last - first) * jnp.minimum(progress, 1.0)
+    step = lax.stop_gradient(self._arrays[STEP])
+    progress = jnp.minimum(step / self._settings.train_steps, 1.0)
+    exponent = first + (last - first) * progress
     powers = {}
     for path, high in self.high.items():
       counted = importance.counted(high, exponent, self._settings.smooth)
@@ -139,7 +141,8 @@ class ChunkReading:
       f = lax.stop_gradient(self._arrays[FREQUENCY + path])
       argument = 1 + a * f
       bits = jnp.log2(argument)
-      slope = bits + a * f / (argument * math.log(2))
+      change_of_bits = a * f / (argument * math.log(2))
+      slope = bits + change_of_bits
       linear += jnp.sum(slope * power)
       value += jnp.sum(f * bits)
     return linear + lax.stop_gradient(value * self.weight - linear)

@@ -272,12 +272,16 @@ class _Kept:
 
   def best(self, count: int) -> list[Window]:
     """The windows with the largest keys that neither overlap nor have the same tokens."""
-    chosen: list[tuple[tuple[str, int, int], Window]] = []
-    for _, place, window in sorted(self._windows, key=lambda kept: -kept[0]):
-      overlaps = any(_overlap(place, other) for other, _ in chosen)
-      if not overlaps and not any(np.array_equal(window.ids, other.ids) for _, other in chosen):
-        chosen.append((place, window))
-    return [window for _, window in chosen[:count]]
+    places: list[tuple[str, int, int]] = []
+    windows: list[Window] = []
+    largest_first = sorted(self._windows, key=lambda kept: -kept[0])
+    for _, place, window in largest_first:
+      overlaps = any(_overlap(place, other) for other in places)
+      repeats = any(np.array_equal(window.ids, other.ids) for other in windows)
+      if not overlaps and not repeats:
+        places.append(place)
+        windows.append(window)
+    return windows[:count]
 
 
 def _overlap(first: tuple[str, int, int], second: tuple[str, int, int]) -> bool:
@@ -291,7 +295,9 @@ def _pairs(batch: Batch, eos: int, active: Any = True) -> tuple[np.ndarray, np.n
   """The tokens that are read where `active` [B, T], and those that follow them in a document."""
   real = (batch.segment_ids > 0) & active
   has_next = real & (batch.inputs != eos)
-  return batch.inputs[real], batch.targets[has_next]
+  read = batch.inputs[real]
+  following = batch.targets[has_next]
+  return read, following
 
 
 def _add_counts(kept: Sequence[_Kept], batch: Batch, active: np.ndarray, eos: int) -> None:
@@ -311,21 +317,25 @@ def _add_windows(
   """
   batch = chunk.batch
   rows, time, count = g.shape
-  real = np.where(batch.segment_ids[..., None] > 0, g, 0)
-  padded = np.pad(real, ((0, 0), (0, -time % SPAN), (0, 0)))
+  is_token = batch.segment_ids[..., None] > 0
+  real = np.where(is_token, g, 0)
+  missing = -time % SPAN
+  padded = np.pad(real, ((0, 0), (0, missing), (0, 0)))
   stretches = padded.reshape(rows, -1, SPAN, count)
   largest = stretches.max(axis=2)
   peaks = stretches.argmax(axis=2)
   tie_breaks = random.uniform(0.01, 0.1, largest.shape)
-  keys = np.where(largest > 0, np.round(largest, 1) + tie_breaks, 0)
-  candidates = np.argwhere(keys > [component.least for component in kept])
-  for row, stretch, n in candidates:
+  broken_ties = np.round(largest, 1) + tie_breaks
+  keys = np.where(largest > 0, broken_ties, 0)
+  least = [component.least for component in kept]
+  for row, stretch, n in np.argwhere(keys > least).tolist():
+    component = kept[n]
     key = float(keys[row, stretch, n])
-    if key > kept[n].least:  # which earlier candidates may have raised
-      peak = int(stretch * SPAN + peaks[row, stretch, n])
-      place = (chunk.source, int(row), chunk.position + peak)
-      window = _window(batch, g[..., n], int(row), peak)
-      kept[n].add(key, place, window)
+    if key > component.least:  # which earlier candidates may have raised
+      peak = stretch * SPAN + int(peaks[row, stretch, n])
+      place = (chunk.source, row, chunk.position + peak)
+      window = _window(batch, g[..., n], row, peak)
+      component.add(key, place, window)
 
 
 def _window(batch: Batch, importances: np.ndarray, row: int, peak: int) -> Window:

@@ -162,7 +162,8 @@ class ComponentScores(Term):
 
     def under(number_and_carry):
       number, carry = number_and_carry
-      return read.under(read.masking(number, self.threshold), carry)
+      masks = read.masking(number, self.threshold)
+      return read.under(masks, carry)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)
     numbers = jnp.arange(len(MASKINGS))
@@ -198,15 +199,20 @@ class ComponentScores(Term):
     """See docs/decomposition.md for their names and meaning."""
     metrics = {}
     weight = sums['weight']
-    target_loss = _mean(sums['loss/target'], weight)
+
+    def mean(name):
+      return _mean(sums[name], weight)
+
+    target_loss = mean('loss/target')
     for name in MASKINGS:
-      loss = _mean(sums[f'loss/{name}'], weight)
+      loss = mean(f'loss/{name}')
       metrics[f'loss/{name}'] = loss
       metrics[f'excess_loss/{name}'] = loss - target_loss
-      metrics[f'kl/{name}'] = _mean(sums[f'kl/{name}'], weight)
-      metrics[f'accuracy/{name}'] = _mean(sums[f'accuracy/{name}'], weight)
+      for kind in ('kl', 'accuracy'):
+        metrics[f'{kind}/{name}'] = mean(f'{kind}/{name}')
     if sums['attacked']:
-      metrics[f'kl/{ADVERSARIAL}'] = _mean(sums[f'kl/{ADVERSARIAL}'], sums['attacked'])
+      name = f'kl/{ADVERSARIAL}'
+      metrics[name] = _mean(sums[name], sums['attacked'])
     metrics |= _activity(model, sums)
     return {f'components/{name}': value for name, value in metrics.items()}
 
@@ -220,16 +226,20 @@ def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
   all_means = []
   for path in sites_of(model.parameters()):
     shares = sums[f'active/{path}'] / tokens
-    for name, active in zip(names[path], shares.sum(-1), strict=True):
+    means = sums[f'importance/{path}'] / tokens
+    active_components = shares.sum(-1)
+    for name, active in zip(names[path], active_components, strict=True):
       metrics[f'active/{name}'] = float(active)
     all_shares.append(shares.ravel())
-    all_means.append((sums[f'importance/{path}'] / tokens).ravel())
+    all_means.append(means.ravel())
   shares = np.concatenate(all_shares)
   is_alive = np.concatenate(all_means) > ALIVE
+  is_ever_active = shares > 0
+  alive = is_alive.sum()
   metrics['active'] = float(shares.sum())
-  metrics['alive'] = float(is_alive.sum())
-  metrics['ever_active'] = float((shares > 0).sum())
-  metrics['density'] = _mean(shares[is_alive].sum(), is_alive.sum())
+  metrics['alive'] = float(alive)
+  metrics['ever_active'] = float(is_ever_active.sum())
+  metrics['density'] = _mean(shares[is_alive].sum(), alive)
   return metrics
 
 

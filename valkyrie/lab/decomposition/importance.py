@@ -164,9 +164,11 @@ class PerComponent(_Nets):
     inner = jnp.einsum('lbtd,ldc->lbtc', x, v().astype(x.dtype))
     w1 = params['w1'][:, None, None]
     b1 = params['b1'][:, None, None]
-    hidden = jax.nn.gelu(inner[..., None] * w1 + b1, approximate=False)
+    b2 = params['b2'][:, None, None]
+    linear = inner[..., None] * w1 + b1
+    hidden = jax.nn.gelu(linear, approximate=False)
     out = jnp.einsum('lbtch,lch->lbtc', hidden, params['w2'])
-    return out + params['b2'][:, None, None]
+    return out + b2
 
 
 @gin.configurable
@@ -265,7 +267,8 @@ class Blocks:
     for path, site in sites.items():
       end = begin + site.layers * site.components
       shape = (*all_logits.shape[:2], site.layers, site.components)
-      z[path] = jnp.moveaxis(all_logits[..., begin:end].reshape(shape), 2, 0)
+      by_layer = all_logits[..., begin:end].reshape(shape)
+      z[path] = jnp.moveaxis(by_layer, 2, 0)
       begin = end
     return z, after
 
@@ -274,4 +277,6 @@ def _flat(x: Array) -> Array:
   """[L, B, T, d_in] -> [B, T, L d_in], each input with a mean square of 1."""
   mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
   normalized = x * jax.lax.rsqrt(mean_square + 1e-6)
-  return jnp.moveaxis(normalized, 0, 2).reshape(*x.shape[1:3], -1)
+  _, rows, time, _ = x.shape
+  by_token = jnp.moveaxis(normalized, 0, 2)
+  return by_token.reshape(rows, time, -1)

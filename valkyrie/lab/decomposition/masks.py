@@ -80,10 +80,12 @@ class Stochastic:
       chosen = _subsets(len(live), use, tokens)
     by_site = dict(zip(live, chosen, strict=True))
     no_token = jnp.zeros(shape, bool)
+    live_paths = dict.fromkeys(path for path, _ in live)
     routes = {}
-    for path in dict.fromkeys(path for path, _ in live):
+    for path in live_paths:
       layers = range(sites[path].layers)
-      routes[path] = jnp.stack([by_site.get((path, layer), no_token) for layer in layers])
+      layer_routes = [by_site.get((path, layer), no_token) for layer in layers]
+      routes[path] = jnp.stack(layer_routes)
     return routes
 
   def sources(
@@ -148,15 +150,18 @@ class Stochastic:
         g = low[path]
         r = sources_of_pass[path][..., :-1]
         delta = sources_of_pass[path][..., -1]
-        masks[path] = Masks(g + (1 - g) * r, delta, route)
+        components = g + (1 - g) * r
+        masks[path] = Masks(components, delta, route)
       yield masks
 
 
 def _subsets(count: int, use: int, tokens: Tokens) -> Array:
   """bool [count, B, T]: a random subset for each token, all sizes from 1 on equally often."""
   drawn = draws.uniform(tokens.seed, use, tokens.row, tokens.number, count + 1)
-  size = 1 + jnp.floor(drawn[..., -1] * count)
-  is_chosen = smallest(drawn[..., :-1], size[..., None])
+  values = drawn[..., :-1]
+  drawn_size = drawn[..., -1]
+  size = 1 + jnp.floor(drawn_size * count)
+  is_chosen = smallest(values, size[..., None])
   return jnp.moveaxis(is_chosen, -1, 0)
 
 

@@ -132,8 +132,9 @@ def _overview(sites: Sequence[ShownSite]) -> str:
 def _site(number: int, site: ShownSite, decode: Decode) -> str:
   size = len(site.means)
   means = []
-  for number_of_component, mean in enumerate(site.means, 1):
-    means.append((float(number_of_component), max(float(mean), _FLOOR)))
+  for place, mean in enumerate(site.means, 1):
+    shown_mean = max(float(mean), _FLOOR)
+    means.append((float(place), shown_mean))
   threshold = [(1.0, ALIVE), (float(size), ALIVE)]
   curves = [Curve('the smallest mean', means), Curve('alive above', threshold)]
   parts = [
@@ -182,15 +183,21 @@ def _chip(token: Token, decode: Decode) -> str:
 
 def _text(window: Window, decode: Decode) -> str:
   """The text of a window; neighbors with the same color are one element."""
-  levels = np.ceil(np.clip(window.importances, 0, 1) * _LEVELS).astype(int)
+  importances = np.clip(window.importances, 0, 1)
+  levels = np.ceil(importances * _LEVELS).astype(int)
   styles = [f'h{level}' if level else '' for level in levels]
   styles[window.peak] += ' peak'
-  pairs = zip(styles, pieces(window.ids.tolist(), decode), strict=True)
+  all_pieces = pieces(window.ids.tolist(), decode)
+  pairs = zip(styles, all_pieces, strict=True)
   parts = []
   for style, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-    text = _visible(''.join(piece for _, piece in group))
-    parts.append(f'<i class="{style}">{text}</i>' if style else text)
-  return f'<p class="text">{"".join(parts)}</p>'
+    joined = ''.join(piece for _, piece in group)
+    text = _visible(joined)
+    if style:
+      text = f'<i class="{style}">{text}</i>'
+    parts.append(text)
+  whole = ''.join(parts)
+  return f'<p class="text">{whole}</p>'
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

@@ -46,21 +46,26 @@ class Needles:
 
   def __call__(self, order: Order) -> Problem:
     random = order.random
-    keys = _symbols(random, self.key, max(self.keys, self.queries))
+    key_count = max(self.keys, self.queries)
+    keys = _symbols(random, self.key, key_count)
     values = [_symbols(random, self.value, self.values) for _ in keys]
-    asked = random.permutation(len(keys))[: self.queries]
+    asked = random.permutation(key_count)[: self.queries]
     needles = []
-    answers = []
     for number, key in enumerate(keys):
+      is_asked = number in asked
       for value in values[number]:
-        needles.append(_Needle(self._sentence(key, value), is_asked=number in asked))
+        needle = _Needle(self._sentence(key, value), is_asked)
+        needles.append(needle)
+    asked_keys = []
+    answers = []
     for number in asked:
+      asked_keys.append(keys[number])
       answers += values[number]
     shuffled = [needles[number] for number in random.permutation(len(needles))]
-    question = self._question([keys[number] for number in asked])
     separator = ' ' if self.haystack == 'essay' else '\n'
     context = separator.join(self._context(order, shuffled))
-    return Problem(f'{self._instructions()}\n{context}', [Question(question, answers)])
+    question = Question(self._question(asked_keys), answers)
+    return Problem(f'{self._instructions()}\n{context}', [question])
 
   @property
   def has_one_answer(self) -> bool:
@@ -204,7 +209,8 @@ def pairs(order: Order, count: int) -> Problem:
   A guess is right one time in ninety.
   """
   keys = problem.words(order.random, count, syllables=2)
-  values = [str(value) for value in order.random.integers(10, 100, size=count)]
+  numbers = order.random.integers(10, 100, size=count)
+  values = [str(number) for number in numbers]
   facts = []
   questions = []
   for key, value in zip(keys, values, strict=True):
@@ -212,18 +218,23 @@ def pairs(order: Order, count: int) -> Problem:
     questions.append(Question(f'\n{key}=', [value]))
   noise = [NOISE] * order.units
   depth = order.depth or 0.0
-  lines = problem.placed(noise, [' '.join(facts)], [round(depth * len(noise))])
+  place = round(depth * order.units)
+  lines = problem.placed(noise, [' '.join(facts)], [place])
   return Problem('\n'.join(lines), questions)
 
 
 def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
   """Keys or values of a kind, at random."""
   if kind == 'numbers':
-    return [str(number) for number in random.integers(10**6, 10**7, size=count)]
+    numbers = random.integers(10**6, 10**7, size=count)
+    return [str(number) for number in numbers]
   if kind == 'uuids':
-    return [str(uuid.UUID(bytes=random.bytes(16), version=4)) for _ in range(count)]
+    uuids = [uuid.UUID(bytes=random.bytes(16), version=4) for _ in range(count)]
+    return [str(one) for one in uuids]
   words = problem.words(random, 2 * count)
-  pairs = zip(words[::2], words[1::2], strict=True)
+  first_words = words[::2]
+  second_words = words[1::2]
+  pairs = zip(first_words, second_words, strict=True)
   return [f'{first}-{second}' for first, second in pairs]
 
 

@@ -49,29 +49,33 @@ def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[For
 
   same = [run]
   if description.remat_policy is not None or setup.settings.remat_chunks:
-    same.append(run._replace(name='activations saved', recomputes=False))
+    form = run._replace(name='activations saved', recomputes=False)
+    same.append(form)
   for name, other in layouts.items():
-    same.append(run._replace(name=f'layout {name}', layout=other))
+    form = run._replace(name=f'layout {name}', layout=other)
+    same.append(form)
   if description.carried:
     for other_size in _other_sizes(size, time, unit):
-      same.append(run._replace(name=f'chunks of {other_size:,}', chunk_size=other_size))
+      form = run._replace(name=f'chunks of {other_size:,}', chunk_size=other_size)
+      same.append(form)
     # The tokens after `time` have no weight, so they should change nothing.
     has_weight = np.arange(2 * time) < time
     masked = longer._replace(weights=longer.weights * has_weight)
-    same.append(run._replace(name='twice the length', batch=masked, carry=False))
+    form = run._replace(name='twice the length', batch=masked, carry=False)
+    same.append(form)
   yield same
 
-  packed, alone = _with_and_without_neighbors(batch)
-  yield [
-    run._replace(name='packed', batch=packed, carry=False),
-    run._replace(name='a document alone', batch=alone, carry=False),
-  ]
+  packed_batch, alone_batch = _with_and_without_neighbors(batch)
+  packed = run._replace(name='packed', batch=packed_batch, carry=False)
+  alone = run._replace(name='a document alone', batch=alone_batch, carry=False)
+  yield [packed, alone]
 
   if description.carried and unit == 1:
     few = min(size, _SINGLY)
     beginning = _first_tokens(batch, few)
     at_once = run._replace(name='at once', batch=beginning, chunk_size=few, learns=False)
-    yield [at_once, at_once._replace(name='token by token', chunk_size=1)]
+    token_by_token = at_once._replace(name='token by token', chunk_size=1)
+    yield [at_once, token_by_token]
 
 
 def _first_tokens(batch: Batch, count: int) -> Batch:
@@ -100,7 +104,9 @@ def documents(rows: int, time: int, description: Description) -> Batch:
       begin += length
   tokens = random.integers(description.vocabulary_size, size=(rows, time + 1), dtype=np.int32)
   segments = np.cumsum(positions == 0, axis=1, dtype=np.int32)
-  next_is_same = np.diff(segments, axis=1, append=segments[:, -1:]) == 0
+  last = segments[:, -1:]
+  steps_to_next = np.diff(segments, axis=1, append=last)
+  next_is_same = steps_to_next == 0
   return Batch(
     inputs=tokens[:, :-1],
     targets=tokens[:, 1:],
@@ -119,9 +125,10 @@ def _with_and_without_neighbors(batch: Batch) -> tuple[Batch, Batch]:
     lengths[1] = min(lengths[1], 1)  # the first document has no neighbor before it
     longest = np.argmax(lengths)
     tokens = np.flatnonzero(segments == longest)
+    count = len(tokens)
     weights[row, tokens] = batch.weights[row, tokens]
     for whole, part in zip(batch, alone, strict=True):
-      part[row, : len(tokens)] = whole[row, tokens]
+      part[row, :count] = whole[row, tokens]
   return batch._replace(weights=weights), alone
 
 

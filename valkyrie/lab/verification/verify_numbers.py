@@ -64,12 +64,15 @@ class Computation:
   def _numbers(self, form: Form) -> tuple[Numbers, Numbers]:
     model = self._model(form)
     layout = form.layout
-    make = self._program('parameters', self._layout, self._parameters(model, self._layout))
+    make_parameters = self._parameters(model, self._layout)
+    make = self._program('parameters', self._layout, make_parameters)
     axes = model.parameter_axes(layout.parameter_axes)
-    key = form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout)
-    read = self._program(key, layout, functools.partial(self._read, form, model))
+    key = (form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout))
+    read_form = functools.partial(self._read, form, model)
+    read = self._program(key, layout, read_form)
     weights = form.batch.weights.astype(wide(self._dtype))
-    batch = layout.place_batch(form.batch._replace(weights=weights))
+    wide_batch = form.batch._replace(weights=weights)
+    batch = layout.place_batch(wide_batch)
 
     def compute(seed):
       params = make(seed)
@@ -79,7 +82,8 @@ class Computation:
       results = jax.device_get(read(params, batch))
       if not form.carry:
         results['carry'] = ()
-      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves_by_path(results).items()}
+      leaves = leaves_by_path(results)
+      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves.items()}
 
     numbers = compute(0)
     spread = {path: np.zeros_like(value) for path, value in numbers.items()}
@@ -100,24 +104,29 @@ class Computation:
     changes['unroll'] = 1
     if not form.recomputes:
       changes['remat_policy'] = None
-    return language_model.transform(functools.partial(self._settings.model, **changes))
+    make = functools.partial(self._settings.model, **changes)
+    return language_model.transform(make)
 
   def _parameters(self, model: Model, layout: Partitioner) -> Callable[[Array], Params]:
     """The function of a seed that makes the parameters; with 0 their last digits are unchanged."""
 
     def make(seed):
-      params, _ = model.init(jax.random.key(0), 1)
+      key = jax.random.key(0)
+      params, _ = model.init(key, 1)
       leaves, structure = jax.tree.flatten(rounding.wide(params))
-      epsilon = jnp.where(seed == 0, 0.0, float(jnp.finfo(self._dtype).eps))
+      last_digit = float(jnp.finfo(self._dtype).eps)
+      epsilon = jnp.where(seed == 0, 0.0, last_digit)
       for number, leaf in enumerate(leaves):
         dtype = jnp.promote_types(leaf.dtype, self._dtype)
         added = _uniform(leaf.shape, 3 * number).astype(dtype)
         change = _uniform(leaf.shape, 3 * number + seed).astype(dtype)
         moved = leaf.astype(dtype) + _MOVED * added
-        leaves[number] = moved * (1 + epsilon.astype(dtype) * change)
+        factor = 1 + epsilon.astype(dtype) * change
+        leaves[number] = moved * factor
       moved_params = structure.unflatten(leaves)
       axes = model.parameter_axes(layout.parameter_axes)
-      return lax.with_sharding_constraint(moved_params, layout.shardings(moved_params, axes))
+      shardings = layout.shardings(moved_params, axes)
+      return lax.with_sharding_constraint(moved_params, shardings)
 
     return make
 
@@ -165,17 +174,21 @@ def _sketches(tree: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       return None
     shift = 16 + lax.broadcasted_iota(jnp.uint32, (_SKETCH, *leaf.shape), 0)
-    bits = (_hashes(leaf.shape, 0)[None] >> shift) & 1
+    hashes = _hashes(leaf.shape, 0)[None]
+    bits = (hashes >> shift) & 1
     values = leaf.astype(wide(leaf.dtype))[None]
     signed = jnp.where(bits == 1, values, -values)
-    return jnp.sum(signed, axis=tuple(range(1, signed.ndim))) / _SKETCH**0.5
+    all_but_first = tuple(range(1, signed.ndim))
+    sums = jnp.sum(signed, axis=all_but_first)
+    return sums / _SKETCH**0.5
 
   return jax.tree.map(sketch, tree)
 
 
 def _uniform(shape: tuple[int, ...], salt: int | Array) -> Array:
   """Numbers from -1 to 1."""
-  return _hashes(shape, salt).astype(jnp.float32) / 2.0**31 - 1
+  hashes = _hashes(shape, salt).astype(jnp.float32)
+  return hashes / 2.0**31 - 1
 
 
 def _hashes(shape: tuple[int, ...], salt: int | Array) -> Array:
