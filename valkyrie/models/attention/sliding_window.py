@@ -118,8 +118,8 @@ def _attend_heads(
   row = jax.tree.map(with_reach, carry.window, tokens)
   slice_time = size * d
   count = -(-time // slice_time)
-  begins = slice_time * jnp.arange(count)
-  begins_of_rows = jnp.broadcast_to(begins[None], (batch, count))
+  begins = slice_time * jnp.arange(count)[None]
+  begins_of_rows = jnp.broadcast_to(begins, (batch, count))
   ends = jnp.concatenate([begins_of_rows, length[:, None]], axis=1)
   starts, _ = kv_cache.starts_before(carry.starts, tokens, queries.positions, ends)
 

@@ -81,7 +81,6 @@ def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   z = eigenvalues.map(lambda part: part * step)
   denominator = Complex(1 - z.re / 2, -z.im / 2)
   inverse = _reciprocal(denominator)
-  gain = inverse.map(lambda part: part * step)
   # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
   small = z * inverse
   large_real = 2 * inverse.re - 2
@@ -89,6 +88,7 @@ def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   is_small = _square(z) < 4
   real = jnp.where(is_small, small.re, large_real)
   imaginary = jnp.where(is_small, small.im, large_imaginary)
+  gain = inverse.map(lambda part: part * step)
   return Complex(real, imaginary), gain
 
 
