@@ -225,3 +225,16 @@ def test_what_has_no_meaning_is_refused(options, said):
     hk.transform(lambda: FullAttention(heads=1, head_width=8, max_context=8, **options)).apply(
       {}, None
     )
+
+
+def test_kernels_read_no_piece_of_a_chunk():
+  def read(x):
+    tokens = jnp.ones((1, 8), jnp.int32)
+    mixer = FullAttention(heads=1, head_width=8, max_context=8, carried=False, kernels='prefer')
+    return mixer(x, (), positions=tokens, segment_ids=tokens)
+
+  with (
+    ambient.within(time=('t',)),
+    pytest.raises(ConfigurationError, match=r'devices share each chunk here. Set .* = None'),
+  ):
+    hk.transform(read).init(jax.random.key(0), jnp.ones((1, 8, 4)))

@@ -81,24 +81,34 @@ class FullAttention(LongformerAttention):
   def __call__(
     self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Any]:
-    """Mixes a chunk; a ConfigurationError if it is longer than max_context without a carry."""
-    splits_time = bool(sequence_parallel.axes())
-    chunk = x.shape[1]
-    if splits_time:
-      chunk *= sequence_parallel.size()
-    if not self.carried and chunk > self.max_context:
-      raise ConfigurationError(
-        f'A chunk has {chunk} tokens, but FullAttention.max_context={self.max_context}. '
-        'Lower chunk_size, or raise max_context.'
-      )
+    """Mixes a chunk; a ConfigurationError if it cannot be read without a carry."""
+    if not self.carried:
+      self._check_chunk(x.shape[1])
     q, k, v = self._project_heads(x)
-    if self.carried or splits_time:
+    if self.carried or sequence_parallel.axes():
       form = blocks.Form(self.max_context, self.slice_size)
       tokens = KVCache(k, v, segment_ids)
       out, carry = document_cache.attend(form, self._rotary, q, tokens, carry, self._dropout())
     else:
       out = self._attend_in_chunk(q, k, v, segment_ids)
     return self._project_out(out, x), carry
+
+  def _check_chunk(self, time: int) -> None:
+    """Refuses a chunk that is read alone in pieces by a kernel, or is longer than max_context."""
+    chunk = time
+    if sequence_parallel.axes():
+      if self.kernels:
+        raise ConfigurationError(
+          f'FullAttention.kernels={self.kernels!r}: kernels read whole chunks, but devices share '
+          'each chunk here. Set FullAttention.kernels = None, or include a layout that keeps rows '
+          'whole, such as gin/partition/zero1.gin.'
+        )
+      chunk *= sequence_parallel.size()
+    if chunk > self.max_context:
+      raise ConfigurationError(
+        f'A chunk has {chunk} tokens, but FullAttention.max_context={self.max_context}. '
+        'Lower chunk_size, or raise max_context.'
+      )
 
   @hk.transparent
   @jax.named_scope('attention')
