@@ -107,7 +107,6 @@ def _read_weights(file: pathlib.Path) -> None:
   source = open_source(str(file.parent))
   if source.config is not None:
     huggingface.gin_text(source.config)
-    huggingface.settings(source.config)
   for tensor in source.tensors.values():
     if tensor.dtype in ('F64', 'F32', 'F16', 'BF16'):  # others are refused by their dtype
       tensor.read((slice(None),) * len(tensor.shape))

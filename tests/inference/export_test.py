@@ -172,7 +172,7 @@ def test_parts_that_no_llama_has_are_no_llama_s(block, attention, message):
   pattern = (functools.partial(Block, (mixer,), 24, **block),)
   make = functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=2, pattern=pattern)
   with pytest.raises(ConfigurationError, match=f'not a Llama, Mistral or Qwen3: .*{message}'):
-    huggingface.configuration_of(make)
+    huggingface.export_of(make)
 
 
 def test_a_tokenizer_goes_with_the_model(run, tmp_path):

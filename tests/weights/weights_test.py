@@ -24,6 +24,7 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.training.losses import logits
 from valkyrie.weights import huggingface, initial, named_tensors, tensor_files
+from valkyrie.weights.classes import decoder
 from valkyrie.weights.initial import InitialWeights
 from valkyrie.weights.source import open_source
 
@@ -370,7 +371,7 @@ WRONG = [
   ),
   *(
     ({name: value}, f'{name}: .*, but an integer above 0 was expected')
-    for name in (*huggingface._NEEDED, 'num_key_value_heads', 'head_dim')
+    for name in (*decoder.NEEDED, 'num_key_value_heads', 'head_dim')
     for value in ('64', 64.5, 0, -4, True, [64], {'a': 1}, 2**40)
   ),
   *(

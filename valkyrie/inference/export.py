@@ -89,7 +89,7 @@ def export(
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = None
   if form == 'huggingface':
-    theirs = huggingface.configuration_of(model)
+    theirs = huggingface.export_of(model)
   with doing('reading the checkpoint'):
     loaded = opened(model_dir, step)
   steps = ', '.join(map(str, loaded.steps))
@@ -117,7 +117,7 @@ def export(
       arrays.setdefault('unembedding', arrays['embedding'])
     embedding = arrays['embedding']
     arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
-    arrays = huggingface.renamed(arrays, huggingface.THEIRS)
+    arrays = huggingface.written(config, arrays)
   name = pathlib.Path(model_dir).resolve().name
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])

@@ -1,11 +1,11 @@
 """The fields of a config.json of Hugging Face: each is used, known to be harmless, or refused."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from valkyrie.errors import ConfigurationError, first_of
 
@@ -16,6 +16,7 @@ _KINDS = {
   bool: 'true or false',
   str: 'a string',
   dict: 'an object',
+  list: 'a list',
 }
 # The fields whose null the classes of these models read as a default or as "without".
 _MAY_BE_NULL = (
@@ -51,15 +52,39 @@ _NO_EFFECT = re.compile(
 )
 
 
-def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-  """Raises a ConfigurationError if a field has another type, or may change what is computed.
+class Fields(NamedTuple):
+  """What a class of models does with the fields of its config.json.
 
-  `kinds` are the types of the fields that the caller uses; numbers are above 0.
+  Attributes:
+    used: the types of the fields that the class reads, and Valkyrie too; numbers are above 0. The
+      class itself checks a field of the type `object`.
+    needed: those that must be there.
+    required: {field: values}, one of which it must have, since Valkyrie computes no other.
+    no_effect: fields that change no logit of this class, besides those that change none of any.
+    nullable: fields whose null is a default, or means "without".
   """
+
+  used: Mapping[str, type]
+  needed: Sequence[str] = ()
+  required: Mapping[str, Sequence[Any]] = {}
+  no_effect: Sequence[str] = ()
+  nullable: Sequence[str] = _MAY_BE_NULL
+
+
+def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
+  """Raises a ConfigurationError if a field has another type, or may change what is computed."""
+  for name, values in kinds.required.items():
+    if name in fields and not any(_equal(fields[name], value) for value in values):
+      choices = ' or '.join(json.dumps(value) for value in values)
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(fields[name]):.80}, but Valkyrie computes models of the '
+        f'type {fields.get("model_type")!r:.40} only with {choices}. Take a model with it.'
+      )
+  known = {*kinds.used, *kinds.required, *kinds.no_effect}
   unknown = [
     f'{json.dumps(name)[1:-1]:.80}: {json.dumps(value):.80}'
     for name, value in fields.items()
-    if name not in kinds and not _is_neutral(name, value)
+    if name not in known and not _is_neutral(name, value)
   ]
   if unknown:
     raise ConfigurationError(
@@ -67,8 +92,8 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, typ
       'know. Take a model without it. If it has no effect on this model, remove it from the file.'
     )
   for name, value in fields.items():
-    kind = kinds.get(name)
-    if kind is None or (value is None and name in _MAY_BE_NULL):
+    kind = kinds.used.get(name, object)
+    if kind is object or (value is None and name in kinds.nullable):
       continue
     fits = type(value) is kind or (kind is float and type(value) is int)
     most = {int: 2**31, float: sys.float_info.max}.get(kind)
@@ -76,6 +101,20 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Mapping[str, typ
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'
       )
+
+
+def check_needed(
+  file: pathlib.Path, fields: Mapping[str, Any], names: Sequence[str], a_model: str
+) -> None:
+  """Raises a ConfigurationError if fields are missing, which `a_model` has ('a Llama')."""
+  missing = [name for name in names if name not in fields]
+  if missing:
+    raise ConfigurationError(f'{file} lacks {", ".join(missing)}, which {a_model} has. {FETCH}')
+
+
+def _equal(found: Any, value: Any) -> bool:
+  """Whether a field has a value; true is not 1."""
+  return found == value and isinstance(found, bool) == isinstance(value, bool)
 
 
 def _is_inside(value: Any, most: float) -> bool:

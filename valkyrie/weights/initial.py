@@ -12,14 +12,11 @@ import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.errors import ConfigurationError, first_of, regular_expression, with_home
-from valkyrie.models.attention.longformer import WindowAttention
-from valkyrie.models.block import Block
-from valkyrie.models.language_model import LanguageModel, asked
-from valkyrie.models.layers import RMSNorm
+from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
-from valkyrie.weights import huggingface, listing, named_tensors
+from valkyrie.weights import huggingface, listing, named_tensors, settings
 from valkyrie.weights.named_tensors import TABLES, Leaf
 from valkyrie.weights.source import Source, open_source
 from valkyrie.weights.tensor_files import Tensor
@@ -29,14 +26,6 @@ ZERO = 'zero'
 _SHOWN = 8  # tensors in a message
 _PLAIN = int | float | str  # values of bindings that are compared
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # others need scales, which are not known here
-
-
-# The fields of a part that change what it computes with the same parameters.
-_UNSEEN = {
-  'GatedDeltaNet': ('heads', 'write_gate', 'norm_epsilon'),
-  'Mamba2': ('groups',),
-  'GatedMLP': ('activation',),
-}
 
 
 @gin.configurable
@@ -226,12 +215,11 @@ class InitialWeights:
     """Compares the settings that shapes do not tell; with `partial`, attention may differ."""
     if source.config is None:
       return
-    expected = huggingface.settings(source.config)
     lines = []
-    for name, value in _settings(make):
-      is_accepted = self.partial and name in huggingface.SIGHT
-      if expected.get(name, value) != value and not is_accepted:
-        lines.append(f'{name} = {expected[name]}  # the model has {value}')
+    plan = huggingface.plan(source.config)
+    for name, line in settings.differences(plan, settings.settings_of(make)):
+      if not (self.partial and name in settings.SIGHT):
+        lines.append(line)
     if lines:
       raise ConfigurationError(
         f'{self.source}/config.json differs from the model. Bind:\n{listing.lines(lines)}\n'
@@ -246,6 +234,7 @@ class InitialWeights:
       'new, zero': zero,
       'new, initialized': fresh,
       'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
+      'left out, which models of this class do not use here': source.skipped,
       'files that were not read there': source.unread,
     }
     used = len(chosen) - len(zero) - len(fresh)
@@ -309,7 +298,7 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
   if not bindings:
     return []
   differ = []
-  for name, value in _settings(make):
+  for name, value in settings.settings_of(make).all:
     source_value = bindings.get(name)
     is_scoped = any(other.endswith(f'/{name}') for other in bindings)
     are_known = isinstance(source_value, _PLAIN) and isinstance(value, _PLAIN)
@@ -318,44 +307,6 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
   if not differ:
     return []
   return [f'warning: the source has other settings: {", ".join(first_of(differ, _SHOWN))}']
-
-
-def _settings(make: Callable[..., LanguageModel]) -> list[tuple[str, object]]:
-  """The settings of a model that shapes do not tell, as bindings of each of its parts."""
-
-  def of_blocks(blocks: Sequence[Block]) -> list[tuple[str, object]]:
-    settings: list[tuple[str, object]] = [('RMSNorm.epsilon', RMSNorm().epsilon)]
-    for block in blocks:
-      settings.append(('Block.norm', block.norm))
-      for part in (*block.mixers, block.mlp):
-        owner = type(part).__name__
-        for name in _UNSEEN.get(owner, ()):
-          settings.append((f'{owner}.{name}', getattr(part, name)))
-        if isinstance(part, WindowAttention):
-          settings += _settings_of_attention(part)
-    return settings
-
-  def of_model(model: LanguageModel) -> list[tuple[str, object]]:
-    settings: list[tuple[str, object]] = [('LanguageModel.tied', model.tied)]
-    settings.append(('LanguageModel.embedding_scale', model.scale))
-    settings += model.inspect(of_blocks)
-    return list(dict.fromkeys(settings))  # each once
-
-  return asked(make, of_model)
-
-
-def _settings_of_attention(mixer: WindowAttention) -> list[tuple[str, object]]:
-  owner = type(mixer).__name__
-  dilations = mixer.dilations
-  if dilations is not None and all(dilation == 1 for dilation in dilations):
-    dilations = None
-  settings: list[tuple[str, object]] = [('Block.mixers', f'(@{owner},)')]
-  settings.append((f'{owner}.dilations', dilations))
-  for name in ('heads', 'head_width', 'window', 'document_start', 'query_key_norm'):
-    settings.append((f'{owner}.{name}', getattr(mixer, name)))
-  for name, value in dataclasses.asdict(mixer.rotary()).items():
-    settings.append((f'Rotary.{name}', value))
-  return settings
 
 
 def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:

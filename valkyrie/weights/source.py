@@ -22,6 +22,7 @@ class Source(NamedTuple):
     bindings: {name: value} of the run, or of the model in an export.
     step: the step, if the source is a run.
     unread: files of the folder that look like weights, and were not read.
+    skipped: tensors there that a class of Hugging Face has for other parts than the model here.
   """
 
   tensors: Mapping[str, Tensor]
@@ -30,6 +31,7 @@ class Source(NamedTuple):
   bindings: Mapping[str, Any] = {}
   step: int | None = None
   unread: Sequence[str] = ()
+  skipped: Sequence[str] = ()
 
 
 def open_source(path: str, step: str = LATEST) -> Source:
@@ -66,7 +68,8 @@ def open_source(path: str, step: str = LATEST) -> Source:
   config = huggingface.configuration(place)
   tensors, unread = tensor_files.in_files(place)
   vocabularies = huggingface.vocabularies(place)
-  return Source(huggingface.renamed(tensors), vocabularies, config, unread=unread)
+  ours = huggingface.renamed(config, tensors)
+  return Source(ours.tensors, vocabularies, config, unread=unread, skipped=ours.skipped)
 
 
 def _bindings(file: pathlib.Path, field: str) -> Mapping[str, Any]:

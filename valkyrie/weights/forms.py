@@ -1,0 +1,98 @@
+"""How another program stores a tensor: its form there, and ours. Reading is lazy.
+
+Matrices are [outputs, inputs] there and [inputs, outputs] here, so the rows of their tensor are the
+last axis of ours.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from valkyrie.weights.tensor_files import Tensor
+
+Ranges = Sequence[tuple[int, int]]
+
+
+class Form(NamedTuple):
+  """The way between two forms of a tensor.
+
+  read: their tensor -> ours.
+  write: our array -> theirs.
+  """
+
+  read: Callable[[Tensor], Tensor]
+  write: Callable[[np.ndarray], np.ndarray]
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+  return tensor.T if len(tensor.shape) == 2 else tensor
+
+
+def _scales(centred: Tensor) -> Tensor:
+  """1 + w in float32, which holds the digits that bfloat16 would lose."""
+  dtype = 'F32' if centred.dtype in ('F16', 'BF16') else centred.dtype
+  return Tensor(centred.shape, lambda index: np.float32(1) + _wide(centred.read(index)), dtype)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+  return array.astype(np.promote_types(array.dtype, np.float32))
+
+
+def _filters(weight: Tensor) -> Tensor:
+  """Weights [F, 1, k], whose last tap reads the current token -> filters [k, F], newest first."""
+  if len(weight.shape) != 3 or weight.shape[1] != 1:
+    return weight
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    taps, channels = index
+    part = weight.read((channels, slice(None), slice(None)))
+    newest_first = part[:, 0, ::-1].T
+    return newest_first[taps]
+
+  return Tensor((weight.shape[2], weight.shape[0]), read, weight.dtype)
+
+
+SAME = Form(lambda tensor: tensor, lambda array: array)
+MATRIX = Form(_transposed, np.transpose)
+CENTRED = Form(_scales, lambda scale: scale - np.ones((), scale.dtype))
+FILTERS = Form(_filters, lambda filters: filters[::-1].T[:, None])
+
+
+def columns(tensor: Tensor, ranges: Ranges) -> Tensor:
+  """The tensor [..., F] at ranges of its last axis, side by side."""
+  starts = np.cumsum([0] + [stop - start for start, stop in ranges])
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    *others, wanted = index
+    first, last, _ = wanted.indices(int(starts[-1]))
+    parts = []
+    for (start, stop), offset in zip(ranges, starts, strict=False):
+      begin = start + max(first - offset, 0)
+      end = min(stop, start + last - offset)
+      if begin < end or not parts:
+        parts.append(tensor.read((*others, slice(int(begin), int(max(begin, end))))))
+    return np.concatenate(parts, axis=-1)
+
+  return Tensor((*tensor.shape[:-1], int(starts[-1])), read, tensor.dtype)
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+  """One tensor whose last axis has those of the tensors in this order."""
+  if len(tensors) == 1:
+    return tensors[0]
+  widths = [tensor.shape[-1] for tensor in tensors]
+  starts = np.cumsum([0, *widths])
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    *others, wanted = index
+    first, last, _ = wanted.indices(int(starts[-1]))
+    parts = []
+    for tensor, width, offset in zip(tensors, widths, starts, strict=False):
+      begin = int(np.clip(first - offset, 0, width))
+      end = int(np.clip(last - offset, begin, width))
+      parts.append(tensor.read((*others, slice(begin, end))))
+    return np.concatenate(parts, axis=-1)
+
+  dtypes = sorted({tensor.dtype for tensor in tensors})
+  return Tensor((*tensors[0].shape[:-1], int(starts[-1])), read, '+'.join(dtypes))

@@ -1,0 +1,231 @@
+"""Tables of names: the tensors of a class of models in another program, and ours.
+
+An `Entry` says where the values of one of our tensors are there, and in which form. The same
+entries read a folder, without loading anything, and write one. A `#` in a name is the number of a
+layer:
+
+    entry('layers.#.mlp.gate', MATRIX, 'model.layers.#.mlp.gate_proj.weight')
+
+Our tensor may be several of theirs side by side, or some rows of one. Of several spellings the
+first one that a folder has is read, and the first one is written.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.weights import forms, listing
+from valkyrie.weights.forms import Form, Ranges
+from valkyrie.weights.tensor_files import Tensor
+
+_LAYER = re.compile(r'(?<=layers\.)(0|[1-9]\d{0,7})(?=\.)')
+
+
+class Piece(NamedTuple):
+  """A tensor there, or some of its rows.
+
+  rows: the ranges of its rows that are columns of ours, in our order; None for all.
+  width: the number of its rows, where other tensors stand beside it in ours.
+  """
+
+  name: str
+  rows: Ranges | None = None
+  width: int | None = None
+
+
+class Entry(NamedTuple):
+  """One of our tensors, and its spellings there, each of pieces side by side."""
+
+  ours: str
+  form: Form
+  spellings: Sequence[Sequence[Piece]]
+
+
+class Names(NamedTuple):
+  """The tensors of a model.
+
+  Attributes:
+    shared: the entries outside of layers.
+    layers: {kind of a layer: its entries}.
+    kinds: the kind of each layer; with a single kind, files may have more layers.
+    skipped: patterns of names there that no model here uses.
+    closed: whether another tensor is refused; otherwise it keeps its name.
+  """
+
+  shared: Sequence[Entry]
+  layers: Mapping[str, Sequence[Entry]]
+  kinds: Sequence[str]
+  skipped: Sequence[str] = ()
+  closed: bool = True
+
+  def entries(self, layer: str) -> Sequence[Entry]:
+    """The entries of the layer with this number, or those outside of layers for ''."""
+    if not layer:
+      return self.shared
+    if len(self.layers) == 1:
+      return next(iter(self.layers.values()))
+    if int(layer) >= len(self.kinds):
+      return ()
+    return self.layers[self.kinds[int(layer)]]
+
+
+class Renamed(NamedTuple):
+  """The tensors of a folder by our names, and the names there of those that are skipped."""
+
+  tensors: dict[str, Tensor]
+  skipped: Sequence[str] = ()
+
+
+def entry(ours: str, form: Form, *theirs: str) -> Entry:
+  """The entry of a tensor that is a whole one there, under the first of these names."""
+  return Entry(ours, form, [[Piece(name)] for name in theirs])
+
+
+def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
+  """Their tensors by our names; nothing is loaded yet.
+
+  Raises a ConfigurationError if two tensors would have one name, if no entry names some rows of a
+  tensor, or if a closed table does not know a tensor.
+  """
+  found: dict[str, Tensor] = {}
+  used: set[str] = set()
+  for layer, group in _by_layer(tensors).items():
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for one in names.entries(layer):
+      pieces = _spelling(one, group)
+      if pieces:
+        parts = [_part(one.form, piece, group[piece.name]) for piece in pieces]
+        found[_numbered(one.ours, layer)] = forms.side_by_side(parts)
+      for piece in pieces:
+        rows.setdefault(piece.name, []).extend(_rows(piece, group[piece.name]))
+    for name, ranges in rows.items():
+      _check_rows(_numbered(name, layer), group[name], ranges)
+      used.add(_numbered(name, layer))
+  left = {name: tensor for name, tensor in tensors.items() if name not in used}
+  skipped = [name for name in left if _matches(name, names.skipped)]
+  others = {name: left[name] for name in left if name not in skipped}
+  if names.closed and others:
+    raise ConfigurationError(
+      f'The source has {len(others)} tensors that Valkyrie does not know in this class of models, '
+      f'or twice under two names:\n{listing.lines(sorted(others))}\nFetch the weights again, or '
+      'write the model in gin and name its tensors in InitialWeights.rules: see "Names and rules" '
+      'in docs/finetune.md.'
+    )
+  for name in others:
+    if name in found:
+      raise ConfigurationError(
+        f'Two tensors of the source become {name!r:.80}; the second one has the name '
+        f'{name!r:.80} there. Remove the tensor that does not count.'
+      )
+  return Renamed(found | others, sorted(skipped))
+
+
+def written(names: Names, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Arrays by our names, by theirs and in their form. An array without an entry keeps its name."""
+  result: dict[str, np.ndarray] = {}
+  parts: dict[str, list[tuple[Ranges, np.ndarray]]] = {}
+  form_of: dict[str, Form] = {}
+  for layer, group in _by_layer(arrays).items():
+    entries = {one.ours: one for one in names.entries(layer)}
+    for ours, array in group.items():
+      if ours not in entries:
+        result[_numbered(ours, layer)] = array
+        continue
+      one = entries[ours]
+      begin = 0
+      for piece in one.spellings[0]:
+        width = _width(piece, array)
+        theirs = _numbered(piece.name, layer)
+        form_of[theirs] = one.form
+        part = array[..., begin : begin + width] if array.ndim else array
+        parts.setdefault(theirs, []).append((piece.rows or [(0, width)], part))
+        begin += width
+  for name, pieces in parts.items():
+    result[name] = form_of[name].write(_joined(pieces))
+  return result
+
+
+def _by_layer(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """{number of a layer, or '': {name with # in its place: tensor}}."""
+  groups: dict[str, dict[str, Any]] = {}
+  for name, tensor in tensors.items():
+    layer = _LAYER.search(name)
+    number = layer[0] if layer else ''
+    groups.setdefault(number, {})[_LAYER.sub('#', name)] = tensor
+  return groups
+
+
+def _numbered(name: str, layer: str) -> str:
+  return name.replace('#', layer)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+  return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _spelling(one: Entry, group: Mapping[str, Tensor]) -> Sequence[Piece]:
+  """The pieces of the first spelling that a folder has; none without one."""
+  for pieces in one.spellings:
+    if all(piece.name in group for piece in pieces):
+      return pieces
+  return ()
+
+
+def _part(form: Form, piece: Piece, theirs: Tensor) -> Tensor:
+  """A piece in our form."""
+  tensor = form.read(theirs)
+  if piece.rows is None:
+    return tensor
+  return forms.columns(tensor, piece.rows)
+
+
+def _rows(piece: Piece, theirs: Tensor) -> Ranges:
+  """The rows that a piece uses."""
+  if piece.rows is None:
+    return [(0, _count(theirs))]
+  return piece.rows
+
+
+def _count(theirs: Tensor) -> int:
+  return theirs.shape[0] if theirs.shape else 1
+
+
+def _check_rows(name: str, tensor: Tensor, ranges: Ranges) -> None:
+  """Raises a ConfigurationError unless the ranges are all rows of a tensor, each once."""
+  place = 0
+  for start, stop in sorted(ranges):
+    if start != place:
+      break
+    place = stop
+  rows = _count(tensor)
+  expected = max(stop for _, stop in ranges)
+  if place != expected or rows != expected:
+    raise ConfigurationError(
+      f'The tensor {name!r:.80} of the source has {rows:,} rows, but its configuration says '
+      f'{expected:,}. Fetch the whole folder again.'
+    )
+
+
+def _width(piece: Piece, array: np.ndarray) -> int:
+  """The columns of our array that are a piece."""
+  if piece.rows is not None:
+    return sum(stop - start for start, stop in piece.rows)
+  if piece.width is not None:
+    return piece.width
+  return array.shape[-1] if array.ndim else 1
+
+
+def _joined(pieces: Sequence[tuple[Ranges, np.ndarray]]) -> np.ndarray:
+  """Their tensor in our form, from parts [..., F] and the rows there that their columns are."""
+  if len(pieces) == 1:
+    return pieces[0][1]
+  total = sum(part.shape[-1] for _, part in pieces)
+  _, first = pieces[0]
+  whole = np.empty((*first.shape[:-1], total), first.dtype)
+  for rows, part in pieces:
+    columns = np.concatenate([np.arange(start, stop) for start, stop in rows])
+    whole[..., columns] = part
+  return whole

@@ -1,0 +1,85 @@
+"""A model as gin bindings: what a configuration of another program becomes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_LOWERED = (
+  '# max_position_embeddings; lower it to the longest document: the carry holds so many keys'
+)
+
+
+class Reference(str):
+  """A value that gin reads as it is, such as '@GatedMLP'."""
+
+  __slots__ = ()
+
+  def __repr__(self) -> str:
+    return str(self)
+
+
+class Kind(NamedTuple):
+  """The layers that are equal but for their weights: classes of mixers, and bindings."""
+
+  mixers: Sequence[str]
+  bindings: Mapping[str, Any]
+
+  @property
+  def references(self) -> str:
+    """The mixers in gin."""
+    return _tuple([f'@{mixer}' for mixer in self.mixers])
+
+
+class Plan(NamedTuple):
+  """A model.
+
+  Attributes:
+    shared: {binding: value} of all layers and of the model itself.
+    kinds: {name of a kind of layers, which is their scope in gin: what they are}.
+    layers: the kind of each layer.
+  """
+
+  shared: Mapping[str, Any]
+  kinds: Mapping[str, Kind]
+  layers: Sequence[str]
+
+  @property
+  def bindings(self) -> dict[str, Any]:
+    """All bindings but `Block.mixers`; with several kinds, those of a kind are in its scope."""
+    result = dict(self.shared)
+    for kind, layer in self.kinds.items():
+      for name, value in layer.bindings.items():
+        result[self.scope(kind) + name] = value
+    return result
+
+  @property
+  def gin_text(self) -> str:
+    """A gin file of the model, to be included in a run."""
+    blocks = [f'@{self.scope(kind)}Block' for kind in period(self.layers)]
+    lines = ["include 'gin/models/defaults.gin'", '', f'LanguageModel.pattern = {_tuple(blocks)}']
+    for kind, layer in self.kinds.items():
+      lines.append(f'{self.scope(kind)}Block.mixers = {layer.references}')
+    for name, value in self.bindings.items():
+      note = f'  {_LOWERED}' if name.endswith('.max_context') else ''
+      lines.append(f'{name} = {value!r}{note}')
+    return '\n'.join(lines) + '\n'
+
+  def scope(self, kind: str) -> str:
+    """What precedes the bindings of a kind of layers."""
+    return f'{kind}/' if len(self.kinds) > 1 else ''
+
+
+def _tuple(texts: Sequence[str]) -> str:
+  inside = ', '.join(texts)
+  if len(texts) == 1:
+    inside += ','
+  return f'({inside})'
+
+
+def period(layers: Sequence[str]) -> Sequence[str]:
+  """The shortest beginning of a list whose repetition is the list."""
+  length = next(n for n in range(1, len(layers) + 1) if _repeats(layers, n))
+  return layers[:length]
+
+
+def _repeats(layers: Sequence[str], length: int) -> bool:
+  return len(layers) % length == 0 and layers[length:] == layers[:-length]
