@@ -77,8 +77,8 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
     if name in fields and not any(_equal(fields[name], value) for value in values):
       choices = ' or '.join(json.dumps(value) for value in values)
       raise ConfigurationError(
-        f'{file} has {name}: {json.dumps(fields[name]):.80}, but Valkyrie computes models of the '
-        f'type {fields.get("model_type")!r:.40} only with {choices}. Take a model with it.'
+        f'{file} has {name}: {json.dumps(fields[name]):.80}, but Valkyrie computes this class of '
+        f'models only with {choices}. Take a model with it.'
       )
   known = {*kinds.used, *kinds.required, *kinds.no_effect}
   unknown = [

@@ -1,4 +1,4 @@
-"""How another program stores a tensor: its form there, and ours. Reading is lazy.
+"""Forms of tensors: the one of another program, and ours. Reading is lazy.
 
 Matrices are [outputs, inputs] there and [inputs, outputs] here, so the rows of their tensor are the
 last axis of ours.

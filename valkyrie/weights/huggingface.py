@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: which class of models one is of, and its gin file.
+"""Folders of Hugging Face: their classes of models, and their gin files.
 
     python -m valkyrie.weights.huggingface FOLDER > my_model.gin
 
@@ -19,16 +19,28 @@ from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
+from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
 from valkyrie.weights.classes.llama import Llama
+from valkyrie.weights.classes.mamba2 import Mamba2
 from valkyrie.weights.classes.mistral import Mistral
 from valkyrie.weights.classes.model_class import ModelClass
+from valkyrie.weights.classes.nemotron_h import NemotronH
+from valkyrie.weights.classes.olmo_hybrid import OlmoHybrid
 from valkyrie.weights.classes.qwen3 import Qwen3
+from valkyrie.weights.classes.qwen3_5 import Qwen35, Qwen35WithImages
 from valkyrie.weights.name_table import Renamed
 from valkyrie.weights.plan import Plan
 from valkyrie.weights.tensor_files import Tensor, read_json
 
 _DECODERS = (Llama(), Mistral(), Qwen3())
-_HYBRIDS: tuple[ModelClass, ...] = ()
+_HYBRIDS: tuple[ModelClass, ...] = (
+  GatedDeltaNet(),
+  OlmoHybrid(),
+  Qwen35(),
+  Qwen35WithImages(),
+  Mamba2(),
+  NemotronH(),
+)
 _CLASSES: dict[str, ModelClass] = {one.kind: one for one in (*_DECODERS, *_HYBRIDS)}
 
 

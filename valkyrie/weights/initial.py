@@ -18,7 +18,7 @@ from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
 from valkyrie.weights import huggingface, listing, named_tensors, settings
 from valkyrie.weights.named_tensors import TABLES, Leaf
-from valkyrie.weights.source import Source, open_source
+from valkyrie.weights.source import Source, is_run, open_source
 from valkyrie.weights.tensor_files import Tensor
 
 FRESH = 'fresh'
@@ -35,8 +35,8 @@ class InitialWeights:
 
   Attributes:
     source: the directory of a run, one of whose checkpoints is read; a safetensors file or index,
-      or a folder with such files, as an export has; or a folder of Hugging Face's Llama, Mistral
-      or Qwen3.
+      or a folder with such files, as an export has; or a folder of Hugging Face with a model of
+      one of `weights.classes`.
     rules: (pattern, tensor); the first rule whose regular expression is found in the name applies.
       The tensor is 'fresh' for the model's own initialization, 'zero', or the name of the tensor in
       the source, in which \\1 is replaced by a group of the pattern. `NAME.T` is the tensor NAME
@@ -65,12 +65,18 @@ class InitialWeights:
       regular_expression('InitialWeights.rules', rule[0])
 
   def check_source(self) -> None:
-    """Raises a ConfigurationError if the source is not there, before anything is read."""
-    if not pathlib.Path(with_home(self.source)).exists():
+    """Raises a ConfigurationError if the source is not there, or of a model that is not computed.
+
+    It reads headers, and no tensor: a run is opened later, which reads its checkpoint.
+    """
+    place = pathlib.Path(with_home(self.source))
+    if not place.exists():
       raise ConfigurationError(
         f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
         'file, or a folder with such files.'
       )
+    if not is_run(place):
+      open_source(self.source, str(self.step))
 
   def load(
     self,

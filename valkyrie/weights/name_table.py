@@ -95,7 +95,7 @@ def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
   for layer, group in _by_layer(tensors).items():
     rows: dict[str, list[tuple[int, int]]] = {}
     for one in names.entries(layer):
-      pieces = _spelling(one, group)
+      pieces = _spelling(one, layer, group)
       if pieces:
         parts = [_part(one.form, piece, group[piece.name]) for piece in pieces]
         found[_numbered(one.ours, layer)] = forms.side_by_side(parts)
@@ -166,12 +166,31 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
   return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def _spelling(one: Entry, group: Mapping[str, Tensor]) -> Sequence[Piece]:
-  """The pieces of the first spelling that a folder has; none without one."""
-  for pieces in one.spellings:
-    if all(piece.name in group for piece in pieces):
+def _spelling(one: Entry, layer: str, group: Mapping[str, Tensor]) -> Sequence[Piece]:
+  """The pieces of the first spelling that a folder has; none without one.
+
+  Raises a ConfigurationError if a folder has some pieces of a spelling.
+  """
+  for number, pieces in enumerate(one.spellings):
+    present = [piece for piece in pieces if piece.name in group]
+    if len(present) == len(pieces) and (number == 0 or _fit(pieces, group)):
       return pieces
+    if present and len(present) < len(pieces):
+      missing = [_numbered(piece.name, layer) for piece in pieces if piece not in present]
+      raise ConfigurationError(
+        f'The source has {_numbered(present[0].name, layer)}, but lacks {", ".join(missing)}. '
+        'Fetch the whole folder again.'
+      )
   return ()
+
+
+def _fit(pieces: Sequence[Piece], group: Mapping[str, Tensor]) -> bool:
+  """Whether the tensors have the rows of the pieces."""
+  for piece in pieces:
+    last = max(stop for _, stop in _rows(piece, group[piece.name]))
+    if last > _count(group[piece.name]):
+      return False
+  return True
 
 
 def _part(form: Form, piece: Piece, theirs: Tensor) -> Tensor:

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_LOWERED = (
-  '# max_position_embeddings; lower it to the longest document: the carry holds so many keys'
-)
+_LOWERED = '# max_position_embeddings: a run lowers it to its longest document'
 
 
 class Reference(str):
@@ -24,9 +22,9 @@ class Kind(NamedTuple):
   bindings: Mapping[str, Any]
 
   @property
-  def references(self) -> str:
+  def references(self) -> Reference:
     """The mixers in gin."""
-    return _tuple([f'@{mixer}' for mixer in self.mixers])
+    return references(self.mixers)
 
 
 class Plan(NamedTuple):
@@ -66,6 +64,11 @@ class Plan(NamedTuple):
   def scope(self, kind: str) -> str:
     """What precedes the bindings of a kind of layers."""
     return f'{kind}/' if len(self.kinds) > 1 else ''
+
+
+def references(classes: Sequence[str]) -> Reference:
+  """A tuple of classes in gin."""
+  return Reference(_tuple([f'@{name}' for name in classes]))
 
 
 def _tuple(texts: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import RMSNorm
-from valkyrie.weights.plan import Kind, Plan
+from valkyrie.weights.plan import Kind, Plan, references
 
 # The bindings that decide which tokens a token sees, in both kinds of attention.
 SIGHT = (
@@ -62,7 +62,7 @@ def settings_of(make: Callable[..., LanguageModel]) -> Settings:
 
 
 def _of_block(block: Block) -> list[Values]:
-  parts = [{'Block.norm': block.norm}]
+  parts: list[Values] = [{'Block.norm': block.norm}]
   for part in (*block.mixers, block.mlp):
     owner = type(part).__name__
     if isinstance(part, WindowAttention):
@@ -78,10 +78,11 @@ def _of_attention(mixer: WindowAttention) -> Values:
   dilations = mixer.dilations
   if dilations is not None and all(dilation == 1 for dilation in dilations):
     dilations = None
-  settings: dict[str, object] = {'Block.mixers': f'(@{owner},)', f'{owner}.dilations': dilations}
+  settings: dict[str, object] = {f'{owner}.dilations': dilations}
+  settings['Block.mixers'] = references([owner])
   for name in _OF_ATTENTION:
     settings[f'{owner}.{name}'] = getattr(mixer, name)
-  for name, value in dataclasses.asdict(mixer.rotary()).items():
+  for name, value in dataclasses.asdict(mixer.frequencies).items():
     settings[f'Rotary.{name}'] = value
   return settings
 
@@ -116,5 +117,5 @@ def _compared(settings: Values, expected: Values, scope: str) -> list[tuple[str,
   pairs = []
   for name, value in settings.items():
     if expected.get(name, value) != value:
-      pairs.append((name, f'{scope}{name} = {expected[name]}  # the model has {value}'))
+      pairs.append((name, f'{scope}{name} = {expected[name]!r}  # the model has {value!r}'))
   return pairs

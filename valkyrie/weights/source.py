@@ -34,6 +34,11 @@ class Source(NamedTuple):
   skipped: Sequence[str] = ()
 
 
+def is_run(place: pathlib.Path) -> bool:
+  """Whether a source is the directory of a run."""
+  return (place / 'checkpoints').is_dir()
+
+
 def open_source(path: str, step: str = LATEST) -> Source:
   """The tensors of a step of a run, of a safetensors file or index, or of a folder of such files.
 
@@ -41,7 +46,7 @@ def open_source(path: str, step: str = LATEST) -> Source:
   """
   path = with_home(path)
   place = pathlib.Path(path)
-  if (place / 'checkpoints').is_dir():
+  if is_run(place):
     with open_to_read(path, step) as directory:
       record = directory.latest_record() or {}
       params = directory.restore_evaluated()

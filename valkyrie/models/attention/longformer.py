@@ -79,6 +79,11 @@ class WindowAttention(Module):
     windows = windows_of(self._dilations, self.heads, self.window, self.slice_size, self._rotary)
     self._windows = tuple(windows)
 
+  @property
+  def frequencies(self) -> Rotary:
+    """What `rotary` made in the gin scope of this mixer."""
+    return self._rotary
+
   @hk.transparent
   def _heads(self, q: Array, k: Array, v: Array, *, of: str = '') -> tuple[Array, Array, Array]:
     """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""

@@ -1,4 +1,4 @@
-"""What Llama, Mistral and Qwen3 share: decoders with one attention and one gated MLP a layer."""
+"""Decoders with one attention and one gated MLP a layer: the base of Llama, Mistral and Qwen3."""
 
 import abc
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ class Decoder(ModelClass):
     difference = self._difference(attention)
     if difference:
       return difference
-    rotary = attention.rotary()
+    rotary = attention.frequencies
     full = isinstance(attention, FullAttention)
     config = {
       'architectures': [f'{self.kind.capitalize()}ForCausalLM'],
@@ -160,14 +160,19 @@ def _attention_of(blocks: list[Any]) -> LongformerAttention | str:
   first = mixers[0]
   attentions = [mixer for mixer in mixers if isinstance(mixer, LongformerAttention)]
   facts = {
-    (type(m), m.heads, m.kv_heads, m.head_width, m.window, m.query_key_norm, m.rotary())
+    (type(m), m.heads, m.kv_heads, m.head_width, m.window, m.query_key_norm, m.frequencies)
     for m in attentions
   }
   if len(facts) > 1 or len(attentions) < len(mixers):
     return 'its layers have different attention'
   has_globals = first.registers or first.document_start or {*(first.dilations or (1,))} != {1}
   is_whole = first.query_key_norm == 'whole'
-  if has_globals or is_whole or first.rotary().share != 1 or any(m.output_gate for m in attentions):
+  if (
+    has_globals
+    or is_whole
+    or first.frequencies.share != 1
+    or any(m.output_gate for m in attentions)
+  ):
     return (
       'its attention has registers, global tokens, dilations, a norm over all heads, an output '
       'gate, or channels that do not turn'

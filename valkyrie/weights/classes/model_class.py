@@ -1,4 +1,4 @@
-"""What Valkyrie knows of a class of models of another program."""
+"""A class of models of another program: its fields, bindings and tensors."""
 
 import abc
 from collections.abc import Mapping

@@ -17,21 +17,19 @@ _SCALING = (
   ('low_freq_factor', 'low_turns', float),
   ('high_freq_factor', 'high_turns', float),
 )
-_KINDS = {name: kind for name, _, kind in _SCALING} | {
-  'rope_theta': float,
-  'rope_type': str,
-  'type': str,
-}
+FIELDS = Fields(
+  {name: kind for name, _, kind in _SCALING} | {'rope_theta': float, 'rope_type': str, 'type': str}
+)
 
 
-def check(file: pathlib.Path, found: Mapping[str, Any], fields: Fields | None = None) -> None:
+def check(file: pathlib.Path, found: Mapping[str, Any], fields: Fields = FIELDS) -> None:
   """Raises a ConfigurationError for an object of rotary positions that cannot be read.
 
   `fields` are those inside the object, if the class has others than a Llama.
   """
   objects = [found.get(name) or {} for name in ('rope_parameters', 'rope_scaling')]
   for inside in objects:
-    config_fields.check(file, inside, fields or Fields(_KINDS))
+    config_fields.check(file, inside, fields)
   if all(objects) and objects[0] != objects[1]:
     raise ConfigurationError(
       f'{file} has rope_parameters: {json.dumps(objects[0]):.80} and rope_scaling: '

@@ -1,0 +1,431 @@
+"""Hybrids of other programs: their folders compute their equations, are written, and refused."""
+
+import json
+
+import gated_deltanet_reference
+import gin
+from hybrid_classes_reference import Mamba2, NemotronH, OlmoHybrid, Qwen35
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+import tiny
+
+from valkyrie.config.load import load_gin
+from valkyrie.errors import ConfigurationError
+from valkyrie.main import CONFIGURABLE_MODULES
+from valkyrie.models import language_model
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.weights import huggingface, named_tensors, settings
+from valkyrie.weights.initial import InitialWeights
+from valkyrie.weights.source import open_source
+
+pytestmark = pytest.mark.usefixtures('quick_compiler')
+TOKENS = np.random.default_rng(3).integers(0, 50, 24).astype(np.int32)
+DOCUMENTS = (24, 11)  # lengths in a packed row, with a rest of padding
+
+DELTA = gated_deltanet_reference
+ONE = {'layers': [0], 'num_heads': 4, 'num_kv_heads': None, 'rope_theta': 100.0}
+MODELS = {
+  'delta hybrid': (DELTA, DELTA.config()),
+  'delta': (
+    DELTA,
+    DELTA.config(attn=None, num_v_heads=None, conv_size=4, tie_word_embeddings=True,
+                 allow_neg_eigval=False, num_hidden_layers=2, expand_v=2),
+  ),
+  'qwen': (Qwen35, Qwen35.config()),
+  'olmo': (OlmoHybrid, OlmoHybrid.config()),
+  'olmo with positions': (
+    OlmoHybrid,
+    OlmoHybrid.config(rope_parameters={'rope_type': 'default', 'rope_theta': 100.0},
+                      linear_allow_neg_eigval=False, tie_word_embeddings=True),
+  ),
+  'mamba': (Mamba2, Mamba2.config()),
+  'nemotron': (NemotronH, NemotronH.config()),
+}  # fmt: skip
+
+
+def write(folder, config, weights):
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  save_file(weights, folder / 'model.safetensors')
+  return folder
+
+
+def model_of(folder, tmp_path):
+  """The model in float64 that the printed gin file describes."""
+  file = tmp_path / 'model.gin'
+  file.write_text(huggingface.gin_text(huggingface.configuration(folder)))
+  flags = ["--gin.LanguageModel.compute_dtype='float64'"]
+  load_gin([str(file)], flags, modules=CONFIGURABLE_MODULES)
+  return language_model.transform(LanguageModel)
+
+
+def loaded(folder, model):
+  """(parameters in float64, lines); every tensor comes from the folder."""
+  lines = []
+  first = tiny.init(model, 1)[0]
+  params, complete = InitialWeights(str(folder)).load(
+    model, LanguageModel, first, 'bytes', lines.append
+  )
+  assert complete
+  return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params), lines
+
+
+def packed(documents):
+  """Tokens, positions and segments [1, T] of documents, and padding up to a multiple of 7."""
+  time = sum(map(len, documents))
+  padding = [0] * (-time % 7)
+  tokens = np.concatenate([*documents, padding]).astype(np.int32)
+  positions = np.concatenate([*map(np.arange, map(len, documents)), padding]).astype(np.int32)
+  numbers = [np.full(len(one), number + 1) for number, one in enumerate(documents)]
+  segments = np.concatenate([*numbers, padding]).astype(np.int32)
+  return tokens[None], positions[None], segments[None]
+
+
+def read(model, params, row, chunk):
+  """The logits [T, vocabulary] of a row, in chunks of so many tokens."""
+  carry = model.initial_carry(1)
+  apply = jax.jit(model.apply)
+  found = []
+  for begin in range(0, row[0].shape[1], chunk):
+    part = [array[:, begin : begin + chunk] for array in row]
+    features, carry = apply(params, carry, *part)
+    found.append(features.hidden[0] @ features.unembedding.T)
+  return np.concatenate(found)[:, : model.about.vocabulary_size]
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_folder_computes_its_equations_and_is_written_back(tmp_path, name):
+  reference, config = MODELS[name]
+  weights = reference.tensors(config)
+  folder = write(tmp_path / 'hf', config, weights)
+  documents = [TOKENS[:length] for length in DOCUMENTS]
+  row = packed(documents)
+  expected = np.concatenate([reference.logits(config, weights, one) for one in documents])
+  with jax.enable_x64(True):
+    model = model_of(folder, tmp_path)
+    params, lines = loaded(folder, model)
+    assert lines == [f'loaded {model_count(params)} of the {model_count(params)} tensors of the '
+                     f'model from {folder}']  # fmt: skip
+    for chunk in (7, row[0].shape[1]):
+      found = read(model, params, row, chunk)[: len(expected)]
+      np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)
+    again = written_back(model, params, tmp_path / 'again')
+    back, _ = loaded(again, model)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+  theirs = json.loads((again / 'config.json').read_text())
+  found = reference.logits({**config, **theirs}, open_arrays(again), TOKENS)
+  np.testing.assert_allclose(found, expected[: len(TOKENS)], rtol=0, atol=1e-12)
+  gin.clear_config()
+
+
+def model_count(params):
+  return sum(len(leaf.tensors) for leaf in named_tensors.leaves(params))
+
+
+def written_back(model, params, folder):
+  """A folder of the class that the model is."""
+  config, scale = huggingface.export_of(LanguageModel)
+  assert scale == 1
+  tensors = named_tensors.of_params(params)
+  arrays = {name: whole(tensor) for name, tensor in tensors.items()}
+  size = model.about.vocabulary_size
+  for table in named_tensors.TABLES:
+    if table in arrays:
+      arrays[table] = arrays[table][:size]
+  written = huggingface.written(config, arrays)
+  return write(folder, config, {name: array.copy() for name, array in written.items()})
+
+
+def whole(tensor):
+  return tensor.read((slice(None),) * len(tensor.shape))
+
+
+def open_arrays(folder):
+  return load_file(folder / 'model.safetensors')
+
+
+# (model, changed fields, what the refusal says)
+FIELDS = [
+  *(
+    ('delta', {field: value}, f'{field}: ')
+    for field, value in (
+      ('use_gate', False), ('use_gate', None), ('use_short_conv', False), ('qkv_bias', True),
+      ('output_gate_activation', 'sigmoid'), ('hidden_act', 'powlu'), ('attnres_block_size', 4),
+      ('norm_first', True), ('num_heads', None), ('num_heads', 2.5), ('head_dim', '5'),
+      ('norm_eps', None), ('norm_eps', -1), ('expand_v', True), ('conv_size', 0),
+      ('allow_neg_eigval', None), ('allow_neg_eigval', 1), ('tie_word_embeddings', None),
+      ('max_position_embeddings', None), ('surprise', False), ('surprise', None),
+      ('attn', 'all'), ('attn', [1]), ('num_hidden_layers', 10**6),
+    )
+  ),
+  *(
+    ('delta', {'attn': {**ONE, **change}}, message)
+    for change, message in (
+      ({'qkv_bias': True}, 'qkv_bias: true'), ({'surprise': False}, 'surprise: false'),
+      ({'layers': [9]}, 'layers'), ({'layers': [0, 0]}, 'layers'), ({'layers': [True]}, 'layers'),
+      ({'num_heads': None}, 'num_heads: null'), ({'window_size': 1}, 'window_size: 1'),
+      ({'rope_theta': None}, 'rope_theta: null'),
+    )
+  ),
+  *(
+    ('qwen', {field: value}, f'{field}: ')
+    for field, value in (
+      ('attn_output_gate', False), ('attn_output_gate', None), ('attention_bias', True),
+      ('hidden_act', 'gelu'), ('output_gate_type', 'sigmoid'), ('use_sliding_window', True),
+      ('layer_types', ['full_attention']), ('layer_types', ['conv'] * 4), ('layer_types', 'full'),
+      ('head_dim', None), ('linear_key_head_dim', None), ('partial_rotary_factor', None),
+      ('surprise', False), ('rms_norm_eps', None),
+    )
+  ),
+  ('qwen', {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 9.0}}, 'rope_type: "yarn"'),
+  ('qwen', {'rope_parameters': {'partial_rotary_factor': 2.0}}, 'partial_rotary_factor: 2'),
+  *(
+    ('olmo', {field: value}, f'{field}: ')
+    for field, value in (
+      ('attention_bias', True), ('hidden_act', 'gelu'), ('linear_use_gate', False),
+      ('attention_dropout', 0.1), ('linear_allow_neg_eigval', None), ('surprise', None),
+      ('layer_types', ['moe'] * 4), ('linear_conv_kernel_dim', None), ('rope_theta', None),
+    )
+  ),
+  *(
+    ('mamba', {field: value}, f'{field}: ')
+    for field, value in (
+      ('use_bias', True), ('hidden_act', 'gelu'), ('time_step_limit', [0.001, float('inf')]),
+      ('time_step_limit', [0.0, 0.1]), ('time_step_limit', 3), ('use_conv_bias', None),
+      ('n_groups', None), ('state_size', 0), ('surprise', 0), ('tie_word_embeddings', 0),
+    )
+  ),
+  *(
+    ('nemotron', {field: value}, f'{field}: ')
+    for field, value in (
+      ('mlp_hidden_act', 'silu'), ('mamba_hidden_act', 'gelu'), ('mlp_bias', True),
+      ('mamba_proj_bias', True), ('attention_bias', True), ('tie_word_embeddings', True),
+      ('sliding_window', 8), ('time_step_limit', [0.001, 0.1]), ('surprise', False),
+      ('attention_head_dim', 4),
+    )
+  ),
+  ('nemotron', {'hybrid_override_pattern': 'M-E*-'}, "layers of 'E'"),
+  ('nemotron', {'layers_block_type': ['mamba', 'moe']}, "layers of 'moe'"),
+  ('nemotron', {'hybrid_override_pattern': None}, 'layers of no kind'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('name', 'changes', 'message'), FIELDS)
+def test_a_configuration_that_is_not_computed_is_refused_by_field(tmp_path, name, changes, message):
+  _, config = MODELS[name]
+  (tmp_path / 'config.json').write_text(json.dumps({**config, **changes}))
+  with pytest.raises(ConfigurationError, match=message):
+    huggingface.configuration(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['vocab_size', 'hidden_size', 'num_heads', 'head_dim'])
+def test_a_missing_field_is_named(tmp_path, name):
+  config = {field: value for field, value in DELTA.config().items() if field != name}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(ConfigurationError, match=f'lacks {name}, which a gated_deltanet has'):
+    huggingface.configuration(tmp_path)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_tensor_that_is_not_known_is_named(tmp_path, name):
+  reference, config = MODELS[name]
+  weights = reference.tensors(config)
+  last = [*weights][-1]
+  for change in ({'model.layers.0.more.weight': weights[last]}, {f'other.{last}': weights[last]}):
+    folder = write(tmp_path / 'hf', config, weights | change)
+    with pytest.raises(ConfigurationError, match=r'has 1 tensors that Valkyrie does not know') as e:
+      open_source(str(folder))
+    assert next(iter(change)) in str(e.value)
+
+
+def test_half_of_a_joint_tensor_is_named(tmp_path):
+  config = DELTA.config()
+  weights = DELTA.tensors(config)
+  del weights['model.layers.2.attn.k_conv1d.weight']
+  with pytest.raises(ConfigurationError, match=r'lacks model.layers.2.attn.k_conv1d.weight. Fetch'):
+    open_source(str(write(tmp_path / 'hf', config, weights)))
+
+
+def test_older_files_of_a_gated_deltanet_are_read(tmp_path):
+  config = DELTA.config()
+  weights = DELTA.tensors(config)
+  expected = open_source(str(write(tmp_path / 'new', config, weights))).tensors
+  unused = 'model.layers.0.attn.D'
+  older = {**weights, unused: np.ones(6, np.float32)}
+  for layer in range(4):
+    mlp = f'model.layers.{layer}.mlp.'
+    up = older.pop(f'{mlp}up_proj.weight')
+    older[f'{mlp}gate_proj.weight'] = np.concatenate([older[f'{mlp}gate_proj.weight'], up])
+  found = open_source(str(write(tmp_path / 'old', config, older)))
+  assert found.skipped == [unused]
+  assert found.tensors.keys() == expected.keys()
+  for name, tensor in expected.items():
+    np.testing.assert_array_equal(whole(found.tensors[name]), whole(tensor))
+    index = tuple(slice(1, 3) for _ in tensor.shape)
+    np.testing.assert_array_equal(found.tensors[name].read(index), whole(tensor)[index])
+  older['model.layers.2.mlp.gate_proj.weight'] = weights['model.layers.2.mlp.gate_proj.weight'][:9]
+  with pytest.raises(ConfigurationError, match='has 9 rows, but its configuration says 40'):
+    open_source(str(write(tmp_path / 'old', config, older)))
+
+
+def other_olmo(weights, config):
+  """As transformers 5.24 writes it: the convolution in three equal parts, and other norms."""
+  result = {}
+  for name, array in weights.items():
+    _, _, rest = name.partition('layers.')
+    layer = rest.partition('.')[0]
+    new = name
+    if layer.isdecimal() and config['layer_types'][int(layer)] == 'linear_attention':
+      new = new.replace('attention_layer_norm', 'input_layernorm')
+      new = new.replace('feedforward_layer_norm', 'post_attention_layernorm')
+    else:
+      new = new.replace('post_attention_layernorm', 'feedforward_layer_norm')
+    result[new] = array
+  for layer in (0, 2):
+    names = [f'model.layers.{layer}.linear_attn.{part}_conv1d.weight' for part in 'qkv']
+    joint = np.concatenate([result[name] for name in names])
+    result |= dict(zip(names, np.split(joint, 3), strict=True))
+  return result
+
+
+def joint_olmo(weights, config):
+  """As its class holds it: one convolution."""
+  result = dict(weights)
+  for layer in (0, 2):
+    prefix = f'model.layers.{layer}.linear_attn.'
+    parts = [result.pop(f'{prefix}{part}_conv1d.weight') for part in 'qkv']
+    result[f'{prefix}conv1d.weight'] = np.concatenate(parts)
+  return result
+
+
+def inner_qwen(weights, config):
+  """As inside of a model with images, with tensors that are left out."""
+  result = {name.replace('model.', 'model.language_model.'): weights[name] for name in weights}
+  return result | {'model.visual.one': np.ones(2, np.float32), 'mtp.fc.weight': np.ones((2, 2))}
+
+
+def other_nemotron(weights, config):
+  return {name.replace('backbone.', 'model.'): weights[name] for name in weights}
+
+
+def older_mamba(weights, config):
+  return {name.replace('.embeddings.', '.embedding.'): weights[name] for name in weights}
+
+
+@pytest.mark.parametrize(('name', 'change'), [
+  ('olmo', other_olmo), ('olmo', joint_olmo), ('qwen', inner_qwen), ('nemotron', other_nemotron),
+  ('mamba', older_mamba),
+])  # fmt: skip
+def test_every_spelling_of_names_is_read(tmp_path, name, change):
+  reference, config = MODELS[name]
+  weights = reference.tensors(config)
+  expected = open_source(str(write(tmp_path / 'one', config, weights)))
+  found = open_source(str(write(tmp_path / 'other', config, change(weights, config))))
+  assert found.tensors.keys() == expected.tensors.keys()
+  assert all(one in ('model.visual.one', 'mtp.fc.weight') for one in found.skipped)
+  assert len(found.skipped) == (2 if name == 'qwen' else 0)
+  for ours, tensor in expected.tensors.items():
+    np.testing.assert_array_equal(whole(found.tensors[ours]), whole(tensor), strict=True)
+    index = tuple(slice(1, 4) for _ in tensor.shape)
+    np.testing.assert_array_equal(found.tensors[ours].read(index), whole(tensor)[index])
+
+
+def test_the_text_inside_of_a_model_with_images_is_read(tmp_path):
+  inside = Qwen35.config(tie_word_embeddings=True)
+  outside = {'model_type': 'qwen3_5', 'text_config': inside, 'vision_config': {'depth': 2}}
+  weights = inner_qwen(Qwen35.tensors(Qwen35.config()), inside)
+  source = open_source(str(write(tmp_path / 'hf', outside, weights)))
+  plan = huggingface.plan(source.config)
+  assert plan.bindings['LanguageModel.tied'] is False  # the outer field counts
+  (tmp_path / 'hf/config.json').write_text(json.dumps({**outside, 'text_config': [1]}))
+  with pytest.raises(ConfigurationError, match='text_config: '):
+    open_source(str(tmp_path / 'hf'))
+  (tmp_path / 'hf/config.json').write_text(json.dumps({**outside, 'surprise': None}))
+  with pytest.raises(ConfigurationError, match='surprise: null'):
+    open_source(str(tmp_path / 'hf'))
+
+
+def test_defaults_are_those_of_the_class():
+  qwen = {name: value for name, value in Qwen35.config().items() if name != 'layer_types'}
+  qwen['rope_parameters'] = {'rope_theta': 100.0}
+  plan = huggingface.plan(qwen)
+  assert plan.bindings['full_attention/Rotary.share'] == 0.25
+  assert [*plan.layers] == ['linear_attention'] * 3 + ['full_attention']
+  olmo = OlmoHybrid.config(rope_parameters=None, layer_types=None, linear_key_head_dim=None)
+  plan = huggingface.plan(olmo)
+  assert plan.bindings['full_attention/Rotary.base'] == 10_000.0
+  assert plan.bindings['full_attention/Rotary.share'] == 1.0
+  assert plan.bindings['linear_attention/GatedDeltaNet.key_width'] == 6
+  mamba = {name: value for name, value in Mamba2.config().items() if name != 'n_groups'}
+  assert huggingface.plan(mamba).bindings['Mamba2.groups'] == 8
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_missing_tensor_is_named(tmp_path, name):
+  reference, config = MODELS[name]
+  weights = reference.tensors(config)
+  missing = next(one for one in reversed(weights) if 'up_proj' in one or 'out_proj' in one)
+  del weights[missing]
+  folder = write(tmp_path / 'hf', config, weights)
+  with jax.enable_x64(True):
+    model = model_of(folder, tmp_path)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), 1))[0]
+    with pytest.raises(
+      ConfigurationError, match=r'lacks 1 of the .* tensors of the model:\n  layers'
+    ):
+      InitialWeights(str(folder)).load(model, LanguageModel, shapes, 'bytes', lambda line: None)
+  gin.clear_config()
+
+
+# Bindings of a Gated DeltaNet that no class of Hugging Face has, and what is said of them.
+UNLIKE = [
+  ("linear/GatedDeltaNet.write_gate = 'hard'", "GatedDeltaNet.write_gate = 'hard' in layer 0"),
+  ('linear/GatedDeltaNet.norm_epsilon = 1e-5', 'GatedDeltaNet.norm_epsilon = 1e-05 in layer 0'),
+  ('linear/GatedDeltaNet.convolution_bias = True', 'GatedDeltaNet.convolution_bias = True'),
+  ('attention_0/LongformerAttention.registers = 2', 'LongformerAttention.registers = 2 in layer 1'),
+  ('attention_1/FullAttention.output_gate = True', 'FullAttention.output_gate = True in layer 3'),
+  ('attention_1/FullAttention.head_width = 8', 'FullAttention.head_width = 8 in layer 3'),
+  ('attention_1/Rotary.share = 0.5', 'Rotary.share = 0.5 in layer 3'),
+  ("linear/Block.norm = 'both'", "Block.norm = 'both' in layer 0"),
+  ('linear/Block.mlp = @SquaredReLUMLP', 'Block.mlp = @SquaredReLUMLP in layer 0'),
+  ('attention_0/Block.mixers = (@S5,)', r'Block.mixers = \(@S5,\) in layer 1'),
+  ('LanguageModel.ngrams = @NgramEmbedding', 'LanguageModel.ngrams = '),
+  ('LanguageModel.learned_carry = True', 'LanguageModel.learned_carry = True'),
+]
+
+
+@pytest.mark.parametrize(('binding', 'message'), UNLIKE)
+def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, binding, message):
+  text = huggingface.gin_text(DELTA.config())
+  more = 'S5.state_size = 4\nNgramEmbedding.rows = 8\nNgramEmbedding.width = 4\n'
+  (tmp_path / 'model.gin').write_text(text)
+  (tmp_path / 'change.gin').write_text(f'{more}{binding}\n')
+  files = [str(tmp_path / name) for name in ('model.gin', 'change.gin')]
+  load_gin(files, [], modules=CONFIGURABLE_MODULES)
+  with pytest.raises(ConfigurationError, match=f'gated_deltanet: {message}'):
+    huggingface.export_of(LanguageModel)
+  gin.clear_config()
+
+
+def test_a_width_that_is_null_follows_from_the_ratio():
+  config = DELTA.config(intermediate_size=None, hidden_ratio=None, hidden_size=2048)
+  assert huggingface.bindings(config)['Block.mlp_width'] == 5632
+
+
+def test_settings_of_layers_are_compared_layer_by_layer(tmp_path):
+  config = DELTA.config()
+  folder = write(tmp_path / 'hf', config, DELTA.tensors(config))
+  other = DELTA.config(allow_neg_eigval=False, norm_eps=1e-6)
+  other['attn'] = [{**config['attn'][0], 'rope_theta': 7.0}, config['attn'][1]]
+  model_of(write(tmp_path / 'other', other, DELTA.tensors(config)), tmp_path)
+  plan = huggingface.plan(huggingface.configuration(folder))
+  found = settings.differences(plan, settings.settings_of(LanguageModel))
+  assert [line for _, line in found] == [
+    'RMSNorm.epsilon = 0.001  # the model has 1e-06',
+    "linear/GatedDeltaNet.write_gate = 'double'  # the model has 'sigmoid'",
+    'attention_0/Rotary.base = 100.0  # the model has 7.0',
+  ]
+  gin.clear_config()

@@ -1,0 +1,93 @@
+"""The base of classes with recurrences: sizes, and the comparison of a model with its plan."""
+
+import abc
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from typing import Any
+
+from valkyrie.errors import ConfigurationError
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.weights.classes import parts
+from valkyrie.weights.classes.model_class import ModelClass
+from valkyrie.weights.config_fields import FETCH
+from valkyrie.weights.facts import Facts, facts_of
+
+
+class Hybrid(ModelClass):
+  """A class with recurrences.
+
+  Attributes:
+    architecture: what its config.json calls it.
+  """
+
+  architecture: str
+
+  def config_of(self, model: LanguageModel) -> dict[str, Any] | str:
+    facts = facts_of(model)
+    fields = self._fields_of(facts)
+    if isinstance(fields, str):
+      return fields
+    config = {
+      'architectures': [self.architecture],
+      'model_type': self.kind,
+      **facts.sizes,
+      **fields,
+    }
+    return facts.difference(self.plan(config)) or config
+
+  @abc.abstractmethod
+  def _fields_of(self, facts: Facts) -> dict[str, Any] | str:
+    """The fields of a model's config.json besides its sizes, or what the class has not.
+
+    `config_of` compares the plan of these fields with the model, so what they leave out is said.
+    """
+
+
+def shared_bindings(config: Mapping[str, Any], epsilon: float) -> dict[str, Any]:
+  """The bindings of the sizes that all classes have."""
+  return {
+    'LanguageModel.vocabulary_size': config['vocab_size'],
+    'LanguageModel.d_model': config['hidden_size'],
+    'LanguageModel.layers': config['num_hidden_layers'],
+    'LanguageModel.tied': config['tie_word_embeddings'],
+    'LanguageModel.embedding_scale': 1.0,
+    'RMSNorm.epsilon': epsilon,
+  }
+
+
+# The names of kinds of layers in older files, and today.
+_TYPES = {'linear_attention': 'linear_attention', 'full_attention': 'full_attention'}
+_TYPES |= {'mamba': 'linear_attention', 'attention': 'full_attention'}
+
+
+def layer_types(
+  file: pathlib.Path | None, config: Mapping[str, Any], default: Sequence[str]
+) -> Sequence[str]:
+  """The kind of each layer, 'linear_attention' or 'full_attention', also from its older name.
+
+  Raises a ConfigurationError for another list than one of these for each layer.
+  """
+  types = config.get('layer_types')
+  if types is None:
+    return default
+  count = config['num_hidden_layers']
+  are_known = all(isinstance(one, str) and one in _TYPES for one in types)
+  if not are_known or len(types) != count:
+    raise ConfigurationError(
+      f'{file} has layer_types: {json.dumps(types):.80}, but {count} of {", ".join(_TYPES)} were '
+      f'expected. {FETCH}'
+    )
+  return [_TYPES[one] for one in types]
+
+
+def delta_bindings(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+  """The bindings of Gated DeltaNet in the fields that Qwen3.5 and OLMo Hybrid share."""
+  return parts.gated_delta_net(
+    config['linear_num_key_heads'],
+    config['linear_num_value_heads'],
+    config['linear_key_head_dim'],
+    config['linear_value_head_dim'],
+    taps=config['linear_conv_kernel_dim'],
+    **more,
+  )
