@@ -134,6 +134,14 @@ def test_a_decoder_is_a_llama(run, tmp_path, more):
     np.ones((1, len(tokens)), np.int32),
   )
   found = jnp.matmul(features.hidden[0], features.unembedding[:259].T, precision='highest')
+  if more == MISTRAL:
+    flags = (*flags, '--gin.export.dtype="bfloat16"', f'--output={tmp_path / "small"}')
+    assert start(*flags)[0] == 0
+    small = load_file(tmp_path / 'small' / 'model.safetensors')
+    for name, array in arrays.items():
+      np.testing.assert_array_equal(small[name], array.astype(jnp.bfloat16), strict=True)
+    config = json.loads((tmp_path / 'small' / 'config.json').read_text())
+    assert config['torch_dtype'] == 'bfloat16'
   if 'bfloat16' in more:  # sums of 2^-9
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert arrays['model.layers.0.mlp.up_proj.weight'].dtype == 'bfloat16' and error < 2**-6
@@ -150,6 +158,8 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
   output = f'--output={tmp_path / "out"}'
   code, said = export(output, '--gin.export.form="huggingface"')
   assert code == 78 and 'not a Llama, Mistral or Qwen3: a layer has another mixer' in said
+  code, said = export(output, '--gin.export.dtype="bfloat16"')
+  assert code == 78 and "is for export.form='huggingface'" in said
   code, said = export(output, '--gin.export.form="onnx"')
   assert code == 78 and "export.form='onnx' is unknown" in said
   assert export()[0] == 2

@@ -1,9 +1,10 @@
 """The run mode `export`: a folder with the model of a run, for other programs.
 
-Its tensors have the names of `weights.named_tensors`, or in Hugging Face's form a Llama's. The form
-'components' has the sites of a decomposition: for the site layers.0.mlp.out its matrix
-`layers.0.mlp.out`, its factors `..._v` and `..._u`, and `..._w1`, `..._b1`, `..._w2`, `..._b2` of
-its importance function; a stack that has the importances of all sites is `decomposition...`.
+Its tensors have the names of `weights.named_tensors`, or in Hugging Face's form those of one of
+`weights.classes`. The form 'components' has the sites of a decomposition: for the site
+layers.0.mlp.out its matrix `layers.0.mlp.out`, its factors `..._v` and `..._u`, and `..._w1`,
+`..._b1`, `..._w2`, `..._b2` of its importance function; a stack that has the importances of all
+sites is `decomposition...`.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pathlib
 from typing import Any
 
 import gin
+import jax.numpy as jnp
 import numpy as np
 
 from valkyrie import __version__
@@ -46,6 +48,8 @@ _CARD = """# {name}
 
 {use}
 """
+_DTYPES = {'float32': np.float32, 'bfloat16': jnp.bfloat16}
+_EXACT = ('A_log', 'dt_bias', 'D')  # the last parts of names of rates and steps
 _USE = {
   'valkyrie': 'Matrices are [inputs, outputs]. Valkyrie reads this folder back by '
   "`train.initial_weights = 'FOLDER'`. Its page docs/export.md shows how to compute the model "
@@ -67,6 +71,7 @@ def export(
   opened: Callable[..., LoadedModel],
   model: Callable[..., LanguageModel],
   form: str = 'valkyrie',
+  dtype: str | None = None,
 ) -> None:
   """Writes the model of a checkpoint to a new folder, which appears as a whole.
 
@@ -75,15 +80,23 @@ def export(
     output: the folder.
     opened: opens the run.
     model: the class of the model.
-    form: 'valkyrie'; 'huggingface', for full attention (Llama, Qwen3) or windows only (Mistral);
+    form: 'valkyrie'; 'huggingface', for a model that one of `weights.classes` can be;
       'components', for one step of a decomposition; or 'first_carry', only a learned carry, with
       the norm that tells its weights from others.
+    dtype: 'float32' or 'bfloat16' in the form 'huggingface'; None keeps that of the parameters. The
+      rates and steps of recurrences stay float32.
 
   Raises:
     ConfigurationError: the run has no such step, or the model cannot be written in that form.
     StorageError: the folder is there already, or cannot be written.
   """
   check_choice('export.form', form, _USE)
+  check_choice('export.dtype', dtype, (None, *_DTYPES))
+  if dtype is not None and form != 'huggingface':
+    raise ConfigurationError(
+      f"export.dtype={dtype!r} is for export.form='huggingface', but the form is {form!r}. Set "
+      'export.dtype = None.'
+    )
   folder = pathlib.Path(with_home(output))
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
@@ -118,6 +131,9 @@ def export(
     embedding = arrays['embedding']
     arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
     arrays = huggingface.written(config, arrays)
+    if dtype is not None:
+      config['torch_dtype'] = dtype
+      arrays = _rounded(arrays, dtype)
   name = pathlib.Path(model_dir).resolve().name
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
@@ -142,6 +158,15 @@ def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
       array = array[:size]
     arrays[name] = array
   return arrays
+
+
+def _rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+  """The arrays in a dtype, but the rates and steps of recurrences, which stay as they are."""
+  result = {}
+  for name, array in arrays.items():
+    is_exact = name.rpartition('.')[2] in _EXACT
+    result[name] = array if is_exact else array.astype(_DTYPES[dtype])
+  return result
 
 
 def _first_carry(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
