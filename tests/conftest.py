@@ -35,9 +35,12 @@ import hypothesis
 import jax
 import kept_programs
 import pytest
+import shared_context
 
 if 'PYTEST_XDIST_WORKER' not in os.environ:
   kept_programs.check(pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR']))
+
+shared_context.share()
 
 # Tracing makes many objects and few cycles: seldom looking for cycles saves a tenth of the time.
 gc.freeze()
@@ -95,6 +98,13 @@ def _fresh_gin():
   """No test sees another's bindings."""
   yield
   gin.clear_config(clear_constants=True)  # unlocks too, where `gin.unlock_config` would lock again
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _fresh_context():
+  """No file keeps the constants of another's programs in memory."""
+  yield
+  shared_context.renew()
 
 
 @contextlib.contextmanager
