@@ -1,6 +1,5 @@
 """Eight virtual devices on one CPU, and nothing that JAX would rather not do silently."""
 
-import contextlib
 import gc
 from importlib import metadata
 import inspect
@@ -107,36 +106,18 @@ def _fresh_context():
   shared_context.renew()
 
 
-@contextlib.contextmanager
-def compiling_quickly():
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  try:
-    yield
-  finally:
-    jax.config.update('jax_disable_most_optimizations', before)
-
-
-@pytest.fixture(scope='module')
-def quick_compiler():
-  """For runs of a few steps: compiling well costs more than it saves."""
-  with compiling_quickly():
-    yield
-
-
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory):
   """(data_dir, model_dir) of a run of two steps that tests share. A test that changes it copies it.
 
-  It is compiled as under `quick_compiler`. The data also have the task 'digits'.
+  The data also have the task 'digits'.
   """
   import tiny_run  # noqa: PLC0415, few tests need it
 
   folder = tmp_path_factory.mktemp('trained')
   tiny_run.write_stores(folder / 'data', 'letters', 'abcdefgh')
   tiny_run.write_stores(folder / 'data', 'digits', '0123456789')
-  with compiling_quickly():
-    tiny_run.train(folder / 'run', folder / 'data')
+  tiny_run.train(folder / 'run', folder / 'data')
   return folder / 'data', folder / 'run'
 
 

@@ -16,7 +16,7 @@ ARCHIVES = pathlib.Path(__file__).parent / 'earlier_runs'
 # {version: losses of the validation split at step 4, and at step 6 after that version resumed}
 LOSSES = {'0.1': (5.755583111130856, 5.734290892078031)}
 
-pytestmark = [pytest.mark.usefixtures('quick_compiler'), pytest.mark.process]
+pytestmark = pytest.mark.process
 
 
 def test_every_archive_is_tried():

@@ -69,9 +69,6 @@ class Smear(hk.Module):
 '''
 
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
-
 @pytest.fixture
 def data_dir(trained):
   return trained[0]

@@ -465,7 +465,7 @@ def test_a_run_keeps_the_template(tokenizer, tmp_path):
 
 
 @pytest.fixture
-def run(tokenizer, quick_compiler):
+def run(tokenizer):
   codec = vocabularies.load(str(tokenizer))
   model = tiny.model(vocabulary_size=codec.size)
   params, _ = tiny.init(model, 1)

@@ -81,7 +81,6 @@ def test_the_flags_are_printed_and_a_missing_text_is_an_error(text, capsys):
   assert 'error: The source /not/there' in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures('quick_compiler')
 @pytest.mark.parametrize('sizes', [[6000], [300, 90_000], [2000] * 30])
 def test_a_run_reads_any_such_text(tmp_path, sizes, monkeypatch):
   monkeypatch.setenv('VALKYRIE_CACHE', str(tmp_path / 'cache'))

@@ -59,9 +59,6 @@ class Interrupted(Evaluator):
 '''
 
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
-
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp('preemption')
@@ -99,7 +96,7 @@ def start(flags, folder, tmp_path, *more):
   return subprocess.Popen(
     command,
     cwd=ROOT,
-    env={**os.environ, 'PYTHONPATH': str(folder), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+    env={**os.environ, 'PYTHONPATH': str(folder)},
     stderr=subprocess.PIPE,
     text=True,
   )

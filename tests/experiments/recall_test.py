@@ -28,7 +28,6 @@ from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.tasks.recall import recall
 from valkyrie.training.setup import Setup, StepSettings
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 ROOT = pathlib.Path(__file__).parents[2]
 MIXERS = sorted((ROOT / 'gin' / 'models' / 'recall').glob('*.gin'))
 FIRST_KEY, MARK, QUESTION = ByteVocabulary().encode('A!?')

@@ -13,8 +13,6 @@ from valkyrie.errors import DataError
 from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 @pytest.fixture
 def planted():

@@ -23,8 +23,6 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import SquaredReLUMLP
 from valkyrie.weights import huggingface
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 LLAMA = """
 LanguageModel.pattern = (@Block,)
 FullAttention.heads = 4

@@ -19,7 +19,6 @@ import tiny
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference import harness
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 MODEL = 'valkyrie.inference.harness_model'
 REASON = "only pip install '.[lm-eval]' installs lm_eval"
 

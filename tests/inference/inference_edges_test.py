@@ -13,7 +13,6 @@ from valkyrie.inference.infer import TextSamples
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.inference.reader import Reader
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 SAMPLED = Sampling(temperature=1.0)
 
 

@@ -18,9 +18,6 @@ from valkyrie.inference.generation import Continuation, Sampling
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
-
 LONGEST = 48  # tokens of a document that is read at once: as many as full attention takes
 
 

@@ -234,7 +234,6 @@ def test_warmup_phases_and_evaluations_keep_their_shares(common, tmp_path):
   assert (tmp_path / 'results/a/candidate.gin').read_text() == 'warmup_steps = 2\n'
 
 
-@pytest.mark.usefixtures('quick_compiler')
 def test_a_trial_is_a_run_and_is_trained_once(common, tmp_path):
   tiny_run.write_stores(tmp_path, 'letters', 'abcd')
   arguments = [*common, '--candidate=thin: Block.mlp_width = 16', '--tokens=512']

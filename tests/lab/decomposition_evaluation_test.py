@@ -44,7 +44,6 @@ from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
 from valkyrie.training.setup import Setup, StepSettings
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 ROWS, C, CHUNK, THRESHOLD, ASCENTS = 2, 3, 8, 0.4, 3
 BATCH = tiny.batch((9, 6), padding=1)
 GATE, OUT = (f'model/layers/block_0/~/mlp/{name}' for name in ('gate', 'out'))

@@ -26,7 +26,6 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_state import initial_state, state_axes
 from valkyrie.training.train_step import make_train_step
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 ROWS, TIME, C = 2, 24, 3
 BATCH = tiny.batch((9, 15))
 BATCH = BATCH._replace(weights=BATCH.weights.astype(float))

@@ -22,8 +22,6 @@ from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 ROOT = pathlib.Path(__file__).parents[2]
 NO_LIBTPU = importlib.util.find_spec('libtpu') is None
 needs_libtpu = pytest.mark.skipif(NO_LIBTPU, reason="needs libtpu: pip install '.[tpu]'")

@@ -13,8 +13,6 @@ from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 HEADS, KV_HEADS, HEAD_WIDTH, WINDOW, CONTEXT, WIDTH = 4, 2, 12, 3, 16, 10
 BASE = 7.0
 HEADS_OF = {'heads': HEADS, 'kv_heads': KV_HEADS, 'head_width': HEAD_WIDTH, 'slice_size': 2}

@@ -13,8 +13,6 @@ from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.layers import GatedMLP, Module, SquaredReLUMLP
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 class Doubling(Module):
   """A mixer that doubles what it reads."""

@@ -21,7 +21,6 @@ from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.sharding import ambient, sequence_parallel
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 # Documents of three rows: each within 24 tokens, in slots that are used twice; the last is one.
 ROWS = ((3, 22, 8), (9, 24), (33,))

@@ -17,8 +17,6 @@ from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.sharding import ambient, sequence_parallel
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 WIDTH, HEADS, KEYS, VALUES, TAPS = 6, 2, 4, 3, 3
 
 

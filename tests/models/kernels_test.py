@@ -26,8 +26,6 @@ from valkyrie.models.attention.windows import windows_of
 from valkyrie.sharding import ambient
 from valkyrie.training.setup import Setup, StepSettings
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 HEADS, KV_HEADS, WIDTH, WINDOW, STARTS = 2, 1, 8, 130, 3
 PIECE = 128
 

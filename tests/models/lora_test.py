@@ -22,7 +22,6 @@ from valkyrie.training.train_step import make_train_step
 from valkyrie.weights import named_tensors, tensor_files
 from valkyrie.weights.initial import InitialWeights
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 PHASE = Phase(chunk_size=12, chunks=2, backprop_chunks=2)
 BASE = r'(?<!_lora_a)(?<!_lora_b)$'
 adapted = functools.partial(Lora, pattern='(attention/query|mlp/out)$', rank=2)

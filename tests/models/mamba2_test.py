@@ -13,8 +13,6 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
 from valkyrie.models.recurrence.mamba2 import Mamba2, ssd
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 WIDTH, HEADS, HEAD_WIDTH, STATES, TAPS = 6, 3, 4, 5, 4
 INNER = HEADS * HEAD_WIDTH
 

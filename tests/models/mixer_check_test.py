@@ -16,8 +16,6 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer, check_result
 from valkyrie.training.setup import check_mixers
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 full = functools.partial(FullAttention, heads=2, head_width=8, max_context=16)
 
 

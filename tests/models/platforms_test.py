@@ -20,8 +20,6 @@ import tiny
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.sharding import ambient
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 WIDTH = recurrent_mixers_test.WIDTH
 CHUNKS, CHUNK = 3, 16
 # Documents of each row that start at the first token of a chunk, at its last, at every token, and

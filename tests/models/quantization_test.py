@@ -23,7 +23,6 @@ from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
 from valkyrie.sharding import ambient
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 NARROW = functools.partial(Quantization, bfloat16_gradients=True)
 FLOAT8 = functools.partial(Quantization, dtype='float8_e4m3fn')
 KINDS = [pytest.param(Quantization, id='int8'), pytest.param(FLOAT8, id='float8')]

@@ -19,8 +19,6 @@ from valkyrie.models.recurrence.rg_lru import RGLRU
 from valkyrie.models.s5.layer import S5
 from valkyrie.sharding import ambient, sequence_parallel
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 WIDTH = 8
 EXACT = 1e-10  # in float64
 

@@ -13,8 +13,6 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.recurrence import rg_lru, scan
 from valkyrie.models.recurrence.rg_lru import RGLRU
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 WIDTH, HEADS = 6, 2
 
 

@@ -4,14 +4,11 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 import tiny
 
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.models.recurrence.short_convolution import ShortConvolution
-
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 
 WIDTH, INNER, TAPS = 5, 6, 3
 

@@ -17,7 +17,6 @@ from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.models.s5.layer import S5
 from valkyrie.models.sites import Sites, sites_of
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 C = 5
 every = functools.partial(Sites, components=(('.', C),))
 MIXERS = {

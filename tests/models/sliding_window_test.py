@@ -14,7 +14,6 @@ from valkyrie.models.attention import kv_cache, sliding_window
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.windows import windows_of
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 PLAIN = (1,) * KV_HEADS
 

@@ -13,8 +13,6 @@ from valkyrie.config.load import load_gin
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 # The depth of the large model counts here, so its widths are those of a small one.
 NARROW = (
   'LanguageModel.vocabulary_size=259',

@@ -29,8 +29,6 @@ from valkyrie.training.objective import Sums
 from valkyrie.training.reading import Reading
 from valkyrie.training.train_step import StepMetrics
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 UNUSED: Any = None
 # Normalized to fewer bytes: spaces are joined, and wide and joined letters become plain ones.
 WORDS = [

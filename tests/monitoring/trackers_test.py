@@ -11,8 +11,6 @@ from valkyrie import main
 from valkyrie.errors import ConfigurationError
 from valkyrie.monitoring.trackers import Run, Tracking, Trackio, WeightsAndBiases
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 class Recorder:
   """A tracker that keeps all calls; `fails` names the method that raises."""

@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 
-import conftest
 import gin
 import llama_reference
 import pytest
@@ -135,7 +134,7 @@ def shared(inputs, cache, tmp_path_factory):
   folder = tmp_path_factory.mktemp('other') / 'user'
   shutil.copytree(inputs, folder)
   (folder / 'gin' / 'models' / 'tiny.gin').write_text(RECURRENT)
-  with pytest.MonkeyPatch.context() as patch, conftest.compiling_quickly():
+  with pytest.MonkeyPatch.context() as patch:
     patch.setenv('VALKYRIE_CACHE', str(cache))
     patch.chdir(folder)
     assert main.main(shlex.split(next(typed()))[3:]) == 0

@@ -30,8 +30,6 @@ from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_state import initial_state
 from valkyrie.training.train_step import make_train_step
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 # Public report huggingface/transformers#18976: a nucleus whose sum is exactly top-p.
 # Public report flashinfer-ai/flashinfer#3774: ties at the edge of top-k and top-p.

@@ -17,8 +17,6 @@ from valkyrie import main
 from valkyrie.config import record
 from valkyrie.errors import ConfigurationError
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):

@@ -12,8 +12,6 @@ from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.run.lengths import Lowest
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 @pytest.fixture
 def start(tmp_path, capsys):

@@ -13,8 +13,6 @@ from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights.initial import open_source
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):

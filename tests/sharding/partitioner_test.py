@@ -26,7 +26,6 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_state import initial_state, state_axes
 from valkyrie.training.train_step import make_train_step
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 LAYOUTS = sorted(
   file.stem for file in (pathlib.Path(__file__).parents[2] / 'gin' / 'partition').glob('*.gin')
 )

@@ -19,8 +19,6 @@ from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.sharding import ambient, messages, sequence_parallel
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 EXACT = 1e-10  # in float64
 
 # name: (the mesh, the axes of rows, the axes of time)

@@ -21,9 +21,6 @@ from valkyrie.training.setup import StepSettings
 from valkyrie.training.train_step import StepMetrics
 from valkyrie.types import POSITION_PERIOD, position_of
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
-
 UNUSED: Any = None
 REQUIRED: Any = dict.fromkeys((
   'settings', 'feed', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',

@@ -31,7 +31,6 @@ from valkyrie.training.train_step import make_train_step
 from valkyrie.weights import named_tensors
 from valkyrie.weights.initial import open_source
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 BATCH = tiny.batch([7, 5])
 PHASE = Phase(chunk_size=4, chunks=3, backprop_chunks=3)
 

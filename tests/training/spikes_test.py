@@ -52,8 +52,6 @@ class Watch:
 SPIKE = 9  # the step, counted from 1, that reads noise
 TOKENS = 32  # of a row in a step
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
-
 
 def reference(losses, window, deviations):
   """Which losses are spikes, from a list that grows."""

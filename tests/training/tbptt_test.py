@@ -12,7 +12,6 @@ from valkyrie.sharding.sequence_parallel import OverTime
 from valkyrie.training import losses, objective, tbptt
 from valkyrie.training.losses import token_scores
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 TIME = 24
 
 

@@ -17,7 +17,6 @@ from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.types import leaves_by_path
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 LEARNED = "\ninclude 'gin/optimizers/first_carry.gin'\nInitialWeights.any_loss = True\n"
 
 

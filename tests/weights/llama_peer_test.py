@@ -18,7 +18,6 @@ from valkyrie.training.losses import logits
 from valkyrie.weights import huggingface
 from valkyrie.weights.initial import InitialWeights
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 REASON = "only pip install '.[learn]' installs torch and transformers"
 
 

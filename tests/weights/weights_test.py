@@ -28,7 +28,6 @@ from valkyrie.weights.classes import decoder
 from valkyrie.weights.initial import InitialWeights
 from valkyrie.weights.source import open_source
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 TOKENS = np.random.default_rng(3).integers(0, 50, 40).astype(np.int32)
 
 
