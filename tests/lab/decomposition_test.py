@@ -55,9 +55,9 @@ def start(model, term, optimizer, rows=ROWS):
 
 
 def decomposed(rows=ROWS, dtype='float64', **options):
-  """`parts`, and the state before the first step."""
+  """`parts`, and the state before the first step, whose parameters many cases compile once."""
   made = parts(dtype, **options)
-  state = jax.jit(lambda: start(*made, rows))()
+  state = start(*made, rows)
   return *made, wide(state) if dtype == 'float64' else state
 
 
@@ -433,28 +433,44 @@ def test_ascents_raise_the_loss_and_the_step_gives_one_more():
 # Layouts.
 
 
+@functools.cache
+def on_one_device(importance):
+  """(a decomposition and its state, a batch of 8 rows, the state after it, its metrics), float64.
+
+  A loss with routes and one with an adversary draw all that a step draws by rows and tokens.
+  """
+  batch = jax.tree.map(lambda x: np.tile(x, (4, 1)), BATCH)
+  inputs = np.random.default_rng(0).integers(0, 50, batch.inputs.shape, np.int32)
+  batch = batch._replace(inputs=inputs)
+  options = OPTIONS | {'reconstruction': (SUBSET, QUIET)}
+  built = decomposed(8, components=8, importance=importance, **options)
+  expected, metrics = jax.jit(step_of(*built[:3]))(built[-1], batch)
+  return built, batch, expected, metrics
+
+
+def assert_layout_changes_nothing(mesh, importance, factors_are_split, **options):
+  """A step on the mesh in float64; options of `step_of`."""
+  (model, term, optimizer, state), batch, expected, metrics = on_one_device(importance)
+  axes = state_axes(model, optimizer, mesh, jax.eval_shape(lambda: state))
+  placed = jax.device_put(state, mesh.shardings(state, axes))
+  for site in sites_of(model.parameters()).values():
+    for factor in site.factors(placed.params):
+      assert factor.is_fully_replicated != factors_are_split
+  step = mesh.jit(step_of(model, term, optimizer, **options))
+  found, many = step(placed, mesh.place_batch(batch, 8))
+  np.testing.assert_allclose(many.sums.followed, metrics.sums.followed, rtol=1e-12)
+  assert_same(many.sums.terms, metrics.sums.terms)
+  for name in ('params', 'carry', 'objective'):
+    assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
+
+
 def test_layouts_and_micro_batches_change_nothing():
   """D21, in float64: rows over four devices, time over two."""
+  mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
   with jax.enable_x64(True):
-    micro_batches = 2
-    rows = 4 * micro_batches
-    batch = jax.tree.map(lambda x: np.tile(x, (rows // 2, 1)), BATCH)
-    batch = batch._replace(
-      inputs=np.random.default_rng(0).integers(0, 50, batch.inputs.shape, np.int32)
+    assert_layout_changes_nothing(
+      mesh, importance.PerComponent, factors_are_split=False, chunk_size=12, micro_batches=2
     )
-    model, term, optimizer, state = decomposed(rows=rows, **OPTIONS)
-    expected, metrics = jax.jit(step_of(model, term, optimizer))(state, batch)
-    mesh = Partitioner((('data', 4), ('time', 2)), (('batch', 'data'), ('time', 'time')))
-    placed = jax.device_put(
-      state,
-      mesh.shardings(state, state_axes(model, optimizer, mesh, jax.eval_shape(lambda: state))),
-    )
-    step = mesh.jit(step_of(model, term, optimizer, chunk_size=12, micro_batches=micro_batches))
-    found, many = step(placed, mesh.place_batch(batch, rows))
-    np.testing.assert_allclose(many.sums.followed, metrics.sums.followed, rtol=1e-12)
-    assert_same(many.sums.terms, metrics.sums.terms)
-    for name in ('params', 'carry', 'objective'):
-      assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -474,18 +490,7 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     manual=not two, gather_layers=not two,
   )  # fmt: skip
   with jax.enable_x64(True):
-    batch = jax.tree.map(lambda x: np.tile(x, (4, 1)), BATCH)
-    model, term, optimizer, state = decomposed(8, components=8, importance=importance, **OPTIONS)
-    expected, metrics = jax.jit(step_of(model, term, optimizer))(state, batch)
-    axes = state_axes(model, optimizer, mesh, jax.eval_shape(lambda: state))
-    placed = jax.device_put(state, mesh.shardings(state, axes))
-    for site in sites_of(model.parameters()).values():
-      assert not any(factor.is_fully_replicated for factor in site.factors(placed.params))
-    found, many = mesh.jit(step_of(model, term, optimizer))(placed, mesh.place_batch(batch, 8))
-    np.testing.assert_allclose(many.sums.followed, metrics.sums.followed, rtol=1e-12)
-    assert_same(many.sums.terms, metrics.sums.terms)
-    for name in ('params', 'carry', 'objective'):
-      assert_same(jax.device_get(getattr(found, name)), getattr(expected, name), rtol=1e-9)
+    assert_layout_changes_nothing(mesh, importance, factors_are_split=True)
 
 
 @pytest.mark.parametrize(
