@@ -241,9 +241,8 @@ def test_a_fresh_flagship_remembers_beyond_65536_tokens():
 
 @pytest.mark.parametrize('file', MODELS, ids=name)
 def test_a_model_builds_and_every_parameter_declares_its_axes(file):
+  model, (params, carry, features, after), _ = built(file)
   load(file)
-  model = language_model.transform(LanguageModel)
-  params, carry, features, after = trace(model, rows=8)
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
   table = (FOLDER.parent / 'docs' / 'models.md').read_text()
   assert f'| `{file.stem}` | {real(params):,} |' in table
@@ -258,25 +257,38 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
 
 
 @functools.cache
+def built(*files):
+  """(a model of these files, the shapes that `trace` gives, its `used_values`)."""
+  gin.clear_config()
+  load(*files)
+  model = language_model.transform(LanguageModel)
+  shapes = trace(model)
+  used = dict(gin.config._OPERATIVE_CONFIG)
+  assert any(selector.endswith('.LanguageModel') for _, selector in used)
+  return model, shapes, used
+
+
+def trace(model):
+  """The shapes of the parameters, and of the carry, features and next carry of 8 rows."""
+  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), 8))
+  chunk = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+  features, after = jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
+  return params, carry, features, after
+
+
 def used_values(*files):
   """{(scope, configurable): values} with which a model of these files is built and applied.
 
   Another configuration that gives all these parameters the same values builds the same model.
   """
-  gin.clear_config()
-  load(*files)
-  trace(language_model.transform(LanguageModel), rows=1)
-  used = dict(gin.config._OPERATIVE_CONFIG)
-  assert any(selector.endswith('.LanguageModel') for _, selector in used)
+  _, _, used = built(*files)
   return used
 
 
-def trace(model, rows):
-  """The shapes of the parameters, the carry, the features and the carry after a chunk."""
-  params, carry = jax.eval_shape(lambda: model.init(jax.random.key(0), rows))
-  chunk = jax.ShapeDtypeStruct((rows, 32), jnp.int32)
-  features, after = jax.eval_shape(model.apply, params, carry, chunk, chunk, chunk)
-  return params, carry, features, after
+def parameters_of(file):
+  """The shapes of the parameters of a model."""
+  _, (params, *_), _ = built(file)
+  return params
 
 
 def values_of(used, *files):
@@ -324,10 +336,8 @@ def test_a_size_of_the_ladder_is_what_its_command_prints(file, capsys):
   command = re.search(r'python -m valkyrie\.training\.sizes (.*)', text)
   assert command and sizes.main(command[1].split()) == 0
   assert capsys.readouterr().out == text
+  params = parameters_of(file)
   load(file)
-  params, _ = jax.eval_shape(
-    lambda: language_model.transform(LanguageModel).init(jax.random.key(0), 1)
-  )
   asked = float(command[1].split()[0])
   assert real(params) == int(text[2:].split()[0].replace(',', ''))
   assert real(params) == pytest.approx(asked, rel=0.02)
@@ -378,10 +388,7 @@ def test_a_file_that_cannot_be_written_is_an_error(capsys):
   ],
 )
 def test_large_models_have_their_parameters(model, least, most):
-  load(FOLDER / 'models' / f'{model}.gin')
-  params, _ = jax.eval_shape(
-    lambda: language_model.transform(LanguageModel).init(jax.random.key(0), 1)
-  )
+  params = parameters_of(FOLDER / 'models' / f'{model}.gin')
   assert least <= count(params) <= most
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
