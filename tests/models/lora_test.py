@@ -93,7 +93,7 @@ def test_only_adapters_learn_and_count():
   model = small(lora=adapted)
   group = Group(BASE, learning_rate_scale=0.0)
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=0, train_steps=9, groups=(group,))
-  state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
+  state = initial_state(model, optimizer, 0, 2)
   step = make_train_step(model, optimizer, Curriculum([PHASE]), PHASE, seed=0, remat_chunks=True)
   after, metrics = jax.jit(step)(state, tiny.batch((9, 15)))
   adapters, base = split(state.params)
@@ -110,7 +110,7 @@ def test_only_adapters_learn_and_count():
     )
   )  # fmt: skip
   plain = Optimizer(learning_rate=0.01, warmup_steps=0, train_steps=9)
-  of_all = whole(jax.jit(lambda: initial_state(model, plain, 0, 2))(), tiny.batch((9, 15)))[1]
+  of_all = whole(initial_state(model, plain, 0, 2), tiny.batch((9, 15)))[1]
   assert 0 < metrics.grad_norm < 0.9 * of_all.grad_norm
   assert optax.tree.norm(kept) > 0
 

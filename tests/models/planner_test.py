@@ -314,7 +314,7 @@ def test_a_phase_without_it_leaves_its_parameters_and_moments_as_they_are():
     )
     for phase in (on, off)
   }
-  state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()._replace(params=params)
+  state = initial_state(model, optimizer, 0, 2)._replace(params=params)
   batch = tiny.batch((7, 15, 2))
 
   def of_planner(state):

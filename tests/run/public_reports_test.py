@@ -186,7 +186,7 @@ def test_a_step_without_a_target_is_only_read():
       model, optimizer, Curriculum([phase]), phase, seed=0, remat_chunks=False, spikes=spikes
     )
   )
-  state = jax.jit(lambda: initial_state(model, optimizer, 0, 2, spikes.initial()))()
+  state = initial_state(model, optimizer, 0, 2, spikes.initial())
   losses = []
   for number in range(24):
     batch = tiny.batch((8,), seed=number)

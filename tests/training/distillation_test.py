@@ -133,7 +133,7 @@ def test_the_teacher_is_frozen_and_a_restored_state_continues_bit_for_bit():
   optimizer = Optimizer(learning_rate=0.01, warmup_steps=1, train_steps=9).preceded_by(
     terms[1].groups
   )
-  state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
+  state = initial_state(model, optimizer, 0, 2)
   moments = sum(leaf.size for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim)
   of = {True: 0, False: 0}
   for module, group in state.params.items():

@@ -66,7 +66,7 @@ def hunted_step(spoil):
     return make_train_step(model, optimizer, curriculum, phase, seed=0, remat_chunks=remat)
 
   model = tiny.model(mixers)
-  state = jax.jit(lambda: initial_state(model, optimizer, 0, 2))()
+  state = initial_state(model, optimizer, 0, 2)
   traceable = step_of(tiny.model(mixers, remat_policy=None), remat=False)
   return nan_hunt.hunting(jax.jit(step_of(model, remat=True)), traceable), traceable, state
 
