@@ -48,6 +48,8 @@ def name(file):
 
 
 def load(*files, flags=()):
+  """Replaces what is bound."""
+  gin.clear_config()
   load_gin([name(file) for file in files], flags, modules=main.CONFIGURABLE_MODULES)
 
 
@@ -249,7 +251,6 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
   assert features.hidden.shape == (8, 32, gin.query_parameter('LanguageModel.d_model'))
   assert jax.tree.map(shape, after) == jax.tree.map(shape, carry)
   for partition in PARTITIONS:
-    gin.clear_config()
     load(file, partition)
     tiny.shardings(Partitioner(), model, params, carry)
   declared = [p.axes for group in model.parameters().values() for p in group.values()]
@@ -259,7 +260,6 @@ def test_a_model_builds_and_every_parameter_declares_its_axes(file):
 @functools.cache
 def built(*files):
   """(a model of these files, the shapes that `trace` gives, its `used_values`)."""
-  gin.clear_config()
   load(*files)
   model = language_model.transform(LanguageModel)
   shapes = trace(model)
@@ -293,7 +293,6 @@ def parameters_of(file):
 
 def values_of(used, *files):
   """What these files bind the used parameters to, macros among them; the rest keeps its default."""
-  gin.clear_config()
   load(*files)
   values = {}
   for (scope, selector), defaults in used.items():
