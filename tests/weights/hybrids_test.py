@@ -21,7 +21,6 @@ from valkyrie.weights import huggingface, named_tensors, settings
 from valkyrie.weights.initial import InitialWeights
 from valkyrie.weights.source import open_source
 
-pytestmark = pytest.mark.usefixtures('quick_compiler')
 TOKENS = np.random.default_rng(3).integers(0, 50, 24).astype(np.int32)
 DOCUMENTS = (24, 11)  # lengths in a packed row, with a rest of padding
 
