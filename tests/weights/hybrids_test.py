@@ -157,7 +157,8 @@ FIELDS = [
       ('norm_eps', None), ('norm_eps', -1), ('expand_v', True), ('conv_size', 0),
       ('allow_neg_eigval', None), ('allow_neg_eigval', 1), ('tie_word_embeddings', None),
       ('max_position_embeddings', None), ('surprise', False), ('surprise', None),
-      ('attn', 'all'), ('attn', [1]), ('num_hidden_layers', 10**6),
+      ('attn', 'all'), ('attn', [1]), ('num_hidden_layers', 10**6), ('expand_v', 1e308),
+      ('expand_v', 0.01),
     )
   ),
   *(
@@ -176,7 +177,7 @@ FIELDS = [
       ('hidden_act', 'gelu'), ('output_gate_type', 'sigmoid'), ('use_sliding_window', True),
       ('layer_types', ['full_attention']), ('layer_types', ['conv'] * 4), ('layer_types', 'full'),
       ('head_dim', None), ('linear_key_head_dim', None), ('partial_rotary_factor', None),
-      ('surprise', False), ('rms_norm_eps', None),
+      ('surprise', False), ('rms_norm_eps', None), ('num_attention_heads', 2**30),
     )
   ),
   ('qwen', {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 9.0}}, 'rope_type: "yarn"'),
@@ -194,7 +195,8 @@ FIELDS = [
     for field, value in (
       ('use_bias', True), ('hidden_act', 'gelu'), ('time_step_limit', [0.001, float('inf')]),
       ('time_step_limit', [0.0, 0.1]), ('time_step_limit', 3), ('use_conv_bias', None),
-      ('n_groups', None), ('state_size', 0), ('surprise', 0), ('tie_word_embeddings', 0),
+      ('n_groups', None), ('state_size', 0), ('head_dim', None), ('surprise', 0),
+      ('tie_word_embeddings', 0),
     )
   ),
   *(
@@ -347,7 +349,7 @@ def test_the_text_inside_of_a_model_with_images_is_read(tmp_path):
     open_source(str(tmp_path / 'hf'))
 
 
-def test_defaults_are_those_of_the_class():
+def test_defaults_are_those_of_the_class(tmp_path):
   qwen = {name: value for name, value in Qwen35.config().items() if name != 'layer_types'}
   qwen['rope_parameters'] = {'rope_theta': 100.0}
   plan = huggingface.plan(qwen)
@@ -358,6 +360,10 @@ def test_defaults_are_those_of_the_class():
   assert plan.bindings['full_attention/Rotary.base'] == 10_000.0
   assert plan.bindings['full_attention/Rotary.share'] == 1.0
   assert plan.bindings['linear_attention/GatedDeltaNet.key_width'] == 6
+  nemotron = NemotronH.config(num_hidden_layers=None, use_conv_bias=False)
+  (tmp_path / 'config.json').write_text(json.dumps(nemotron))
+  plan = huggingface.plan(huggingface.configuration(tmp_path))
+  assert plan.bindings['LanguageModel.layers'] == 5  # the list counts
   mamba = {name: value for name, value in Mamba2.config().items() if name != 'n_groups'}
   assert huggingface.plan(mamba).bindings['Mamba2.groups'] == 8
 

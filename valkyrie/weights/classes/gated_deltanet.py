@@ -70,6 +70,13 @@ class GatedDeltaNet(Hybrid):
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
     config = super().checked(file, found)
+    expansion = {**self.defaults, **config}['expand_v']
+    width = config['head_dim'] * expansion
+    if not 1 <= width < 2**31:
+      raise ConfigurationError(
+        f'{file} has head_dim: {config["head_dim"]} and expand_v: {expansion}, whose '
+        f'product {width:g} is not the width of a value. {FETCH}'
+      )
     count = config['num_hidden_layers']
     seen: set[int] = set()
     for one in _attentions(file, config):

@@ -39,6 +39,7 @@ class Mamba2(Hybrid):
       'chunk_size', 'time_step_min', 'time_step_max', 'time_step_floor', 'time_step_rank',
       'rescale_prenorm_residual', 'residual_in_fp32', 'expand', 'norm_before_gate',
     ),
+    nullable=(),
   )  # fmt: skip
   defaults = MappingProxyType({
     'n_groups': 8, 'conv_kernel': 4, 'layer_norm_epsilon': 1e-5, 'use_conv_bias': True,

@@ -12,7 +12,7 @@ from valkyrie.weights.config_fields import Fields
 from valkyrie.weights.name_table import Names
 from valkyrie.weights.plan import Plan
 
-_MOST_LAYERS = 10_000
+_MOST = 10_000  # layers, and heads of a layer: the tables of names grow with them
 
 
 class ModelClass(abc.ABC):
@@ -40,11 +40,12 @@ class ModelClass(abc.ABC):
     """
     config_fields.check(file, found, self.fields)
     config_fields.check_needed(file, found, self.fields.needed, self.a_model)
-    layers = found.get('num_hidden_layers', 1)
-    if layers > _MOST_LAYERS:
-      raise ConfigurationError(
-        f'{file} has num_hidden_layers: {layers}, above {_MOST_LAYERS:,}. {config_fields.FETCH}'
-      )
+    for name in ('num_hidden_layers', 'num_attention_heads'):
+      count = found.get(name) or 1
+      if count > _MOST:
+        raise ConfigurationError(
+          f'{file} has {name}: {count}, but at most {_MOST:,} were expected. {config_fields.FETCH}'
+        )
     return dict(found)
 
   @abc.abstractmethod
