@@ -62,12 +62,14 @@ def opened(file: str | os.PathLike, largest: int | None = None) -> io.BufferedRe
 def content(file: str | os.PathLike, largest: int = LARGEST_FILE) -> bytes:
   """The bytes that a regular file has when it is opened; raises as `opened`."""
   with opened(file, largest) as stream:
-    return stream.read(os.fstat(stream.fileno()).st_size or _SYSTEM_FILE)
+    size = os.fstat(stream.fileno()).st_size
+    return stream.read(size or _SYSTEM_FILE)
 
 
 def _check_kind(found: os.stat_result, file: str | os.PathLike) -> None:
   if not stat.S_ISREG(found.st_mode):
-    kind = _KINDS.get(stat.S_IFMT(found.st_mode), 'something else')
+    file_type = stat.S_IFMT(found.st_mode)
+    kind = _KINDS.get(file_type, 'something else')
     raise OSError(errno.EINVAL, f'it is not a regular file, but {kind}', os.fspath(file))
 
 
@@ -80,12 +82,18 @@ def check_tree(root: str) -> None:
   """
   if os.path.exists(root) and not os.path.isdir(root):
     _check_kind(os.stat(root), root)
-  above = {root: [os.path.join(os.path.realpath(root), '')]}  # by folder, itself and those above it
+
+  def target_of(folder: str) -> str:
+    return os.path.join(os.path.realpath(folder), '')
+
+  above = {root: [target_of(root)]}  # by folder, itself and those above it
   for folder, folders, _ in os.walk(root, followlinks=True):
     ways = above.pop(folder)
-    for path in (os.path.join(folder, name) for name in folders):
-      target = os.path.join(os.path.realpath(path), '')
-      if os.path.islink(path) and any(way.startswith(target) for way in ways):
+    for name in folders:
+      path = os.path.join(folder, name)
+      target = target_of(path)
+      is_above = any(way.startswith(target) for way in ways)
+      if is_above and os.path.islink(path):
         raise ValueError(f'its link {path} leads to a folder above it: remove the link')
       above[path] = [*ways, target]
 

@@ -174,7 +174,9 @@ class BucketSteps:
       self._lock.update(steps=sorted(self._with_manifest()))
 
   def begin(self, step: int) -> None:
-    self._bucket.delete(self._bucket.objects(_folder(self.unfinished(step).name)))
+    folder = _folder(self.unfinished(step).name)
+    left_over = self._bucket.objects(folder)
+    self._bucket.delete(left_over)
 
   discard = begin
 
@@ -190,7 +192,8 @@ class BucketSteps:
       self._delete_safely([target], unfinished=[*unfinished, step])
       self._bucket.copy(saved.objects, source, target)
       names = saved.names()
-      digests = dict(zip(names, saved.digests(names, manifest.MD5), strict=True))
+      saved_digests = saved.digests(names, manifest.MD5)
+      digests = dict(zip(names, saved_digests, strict=True))
       digests['record.json'] = hashlib.md5(record).hexdigest()
       self._bucket.write(target + 'record.json', record, replaces=0)
       text = manifest.content(step, digests)
@@ -243,13 +246,15 @@ class BucketSteps:
     """Deletes the steps that the lock lists as unfinished; a step that it lacks is set aside."""
     _, folders = self._bucket.browse(f'{FOLDER}/')
     names = [folder.split('/')[1] for folder in folders]
-    unlisted = {int(name) for name in names if is_step(name)}
-    unlisted -= set(self.find())
-    unknown = unlisted - set(self._lock.content['unfinished'])
+    present = {int(name) for name in names if is_step(name)}
+    unlisted = present - set(self.find())
+    unfinished = set(self._lock.content['unfinished'])
+    unknown = unlisted - unfinished
     if unknown:
       # Raises if the lock was lost: then these could be another trainer's steps.
       self._lock.update()
-      self.set_aside({step: f'{lock_name(None)} does not name it' for step in sorted(unknown)})
+      damage = f'{lock_name(None)} does not name it'
+      self.set_aside(dict.fromkeys(sorted(unknown), damage))
     litter: list[int | str] = [name for name in names if manifest.litter_of(name) is not None]
     litter += sorted(unlisted)
     if litter:

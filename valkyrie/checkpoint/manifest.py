@@ -180,10 +180,12 @@ def _parsed(algorithm: str, text: bytes, step: int) -> dict[str, str]:
   lines = text.splitlines(keepends=True)
   if not lines:
     raise ValueError(f'{manifest_name} is damaged')
-  sealed = b''.join(lines[:-1])
-  if _seal(sealed) != lines[-1]:
+  *sealed_lines, seal = lines
+  sealed = b''.join(sealed_lines)
+  if _seal(sealed) != seal:
     raise ValueError(f'{manifest_name} is damaged')
-  if lines[0] != f'# step {step}\n'.encode():
+  title = f'# step {step}\n'.encode()
+  if lines[0] != title:
     raise ValueError(f'{manifest_name} belongs to another step')
   pairs = [line.rstrip(b'\n').partition(b'  ') for line in lines[1:-1]]
   try:
@@ -202,7 +204,8 @@ def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> st
       return f'{name(algorithm)} names {file!r:.200}, which is not a path below the step'
     if not files.has(file):
       return f'{file} is missing'
-  for file, digest in zip(expected, files.digests(expected, algorithm), strict=True):
+  digests = files.digests(expected, algorithm)
+  for file, digest in zip(expected, digests, strict=True):
     if digest != expected[file]:
       return f'{file} has changed since it was saved'
   for file in files.names():  # Orbax, or a resumed run, might read it

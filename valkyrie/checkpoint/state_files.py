@@ -256,7 +256,8 @@ def _opened(place: epath.Path) -> dict[str, Any]:
   metadata = json.loads((place / '_METADATA').read_text())
   keys = []
   for leaf in metadata['tree_metadata'].values():
-    if leaf['value_metadata']['value_type'] == 'jax.Array':
+    is_array = leaf['value_metadata']['value_type'] == 'jax.Array'
+    if is_array:
       keys.append([key['key'] for key in leaf['key_metadata']])
   base = {'driver': 'file', 'path': f'{place}/'}
   if is_bucket(place):
@@ -266,16 +267,21 @@ def _opened(place: epath.Path) -> dict[str, Any]:
 
   def open_array(name: str) -> Any:
     store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
-    return tensorstore.open({'driver': 'zarr', 'kvstore': store}, read=True, context=context)
+    specification = {'driver': 'zarr', 'kvstore': store}
+    return tensorstore.open(specification, read=True, context=context)
 
   # All are opened at once, then all are queried at once.
-  opening = {'/'.join(key): open_array('.'.join(key)) for key in keys}
+  opening = {}
+  for key in keys:
+    leaf = '/'.join(key)
+    opening[leaf] = open_array('.'.join(key))
   arrays = {leaf: array.result() for leaf, array in opening.items()}
   queries = {}
   for leaf, array in arrays.items():
     queries[leaf] = array.storage_statistics(query_fully_stored=True)
   for leaf, query in queries.items():
-    if not query.result().fully_stored:
+    statistics = query.result()
+    if not statistics.fully_stored:
       raise ValueError(f'a part of {leaf} is missing')
   return arrays
 

@@ -21,11 +21,14 @@ def explained(statements: Sequence[Statement]) -> str:
     for key in check.effective_bindings([statement]):
       setters.setdefault(key, []).append(statement)
   ordered = sorted(setters.values(), key=_order)
-  values = redact('\n'.join(_value(chain[-1]) for chain in ordered)).splitlines()
-  width = min(max(map(len, values), default=0), 60)
-  lines = [
-    f'{value:{width}}  # {_where(chain)}' for value, chain in zip(values, ordered, strict=True)
-  ]
+  last_values = '\n'.join(_value(chain[-1]) for chain in ordered)
+  values = redact(last_values).splitlines()
+  longest = max(map(len, values), default=0)
+  width = min(longest, 60)
+  lines = []
+  for value, chain in zip(values, ordered, strict=True):
+    place = _where(chain)
+    lines.append(f'{value:{width}}  # {place}')
   return '\n'.join(lines)
 
 
@@ -42,9 +45,15 @@ def _value(statement: Statement) -> str:
 def _where(chain: Sequence[Statement]) -> str:
   """The place of the last statement, and those that it replaced, the latest first."""
   last, *replaced = [_place(statement) for statement in reversed(chain)]
-  return f'{last}, replaces {", ".join(replaced)}' if replaced else last
+  if not replaced:
+    return last
+  listed = ', '.join(replaced)
+  return f'{last}, replaces {listed}'
 
 
 def _place(statement: Statement) -> str:
   """A file with its line, or a flag without its value, which the line has already."""
-  return statement.where.partition('=')[0] if statement.is_flag else statement.where
+  if not statement.is_flag:
+    return statement.where
+  name, _, _ = statement.where.partition('=')
+  return name

@@ -273,9 +273,12 @@ def _is_run(folder: pathlib.Path) -> bool:
 
 def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   # gin/x.gin is found below paths.GIN from any folder, which an installed wheel needs.
+  current = pathlib.Path()
   named = [pathlib.Path(with_home(path)) for path in search_paths]
-  folders = [pathlib.Path(), *named, paths.GIN.parent]
-  candidates = [folder / with_home(name) for folder in folders]
+  package = paths.GIN.parent
+  folders = [current, *named, package]
+  file = with_home(name)
+  candidates = [folder / file for folder in folders]
   # A pipe, a folder or a broken link is refused as such when it is read.
   for is_there in (os.path.isfile, os.path.lexists):
     for path in filter(is_there, candidates):
@@ -283,9 +286,12 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   named_folder = pathlib.Path(name).parent
   known = []
   for candidate in candidates:
-    known += [str(named_folder / path.name) for path in candidate.parent.glob('*.gin')]
-  known += [str(path.relative_to(paths.GIN.parent)) for path in paths.GIN.rglob('*.gin')]
-  searched = ', '.join(dict.fromkeys(str(folder.absolute()) for folder in folders))
+    for path in candidate.parent.glob('*.gin'):
+      known.append(str(named_folder / path.name))
+  for path in paths.GIN.rglob('*.gin'):
+    known.append(str(path.relative_to(package)))
+  searched_folders = dict.fromkeys(str(folder.absolute()) for folder in folders)
+  searched = ', '.join(searched_folders)
   raise ConfigurationError(
     f'{where}: there is no file {name!r} below {searched}.{did_you_mean(name, known)}'
   )

@@ -157,22 +157,26 @@ class Distillation(Term):
     batch = chunk.batch
     student = chunk.features
     params = {module: chunk.params[_PREFIX + module] for module in self._teacher.parameters()}
-    given = lax.stop_gradient((params, {'model': chunk.before[self.name]}))
-    teacher, after = lax.stop_gradient(
-      self._teacher.read(*given, batch, activations=self.activations)
-    )
+    carry = {'model': chunk.before[self.name]}
+    params, carry = lax.stop_gradient((params, carry))
+    results = self._teacher.read(params, carry, batch, activations=self.activations)
+    teacher, after = lax.stop_gradient(results)
 
     def total(values):
       return jnp.sum(batch.weights * values)
 
     size = chunk.model.about.vocabulary_size
-    found = divergences(teacher, student, size, self.temperature, self.top_k)
-    sums = {'divergence': total(found)}
+    divergence = divergences(teacher, student, size, self.temperature, self.top_k)
+    sums = {'divergence': total(divergence)}
     loss = self.weight * self.temperature**2 * sums['divergence']
     if self.match:
-      ours = student.activations or {}
-      theirs = teacher.activations or {}
-      differences = [_squared(ours[kind][one], theirs[kind][two]) for kind, one, two in self.match]
+      student_values = student.activations or {}
+      teacher_values = teacher.activations or {}
+      differences = []
+      for kind, student_layer, teacher_layer in self.match:
+        ours = student_values[kind][student_layer]
+        theirs = teacher_values[kind][teacher_layer]
+        differences.append(_squared(ours, theirs))
       sums['layers'] = total(sum(differences)) / len(differences)
       loss += self.match_weight * sums['layers']
     return Part(loss / chunk.total, lax.stop_gradient(sums), after['model'])

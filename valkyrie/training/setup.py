@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import copy
 import dataclasses
 import functools
+import itertools
 from typing import Annotated, Any
 
 import gin
@@ -187,31 +188,33 @@ class Setup:
     total = sum(parts.values())
     by_size = sorted(parts.items(), key=lambda item: -item[1])
     listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
-    dtypes = ' and '.join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}))
+    dtype_names = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    dtypes = ' and '.join(sorted(dtype_names))
     mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
     remarks = [
       f'{total:,} parameters ({listed}) in {dtypes}, computed in '
       f'{self.model.about.compute_dtype}; mesh {mesh}'
     ]
-    remarks += [
-      f'{path} is replicated on every device: its module declares no axes, and '
-      'Partitioner.parameter_axes has no rule for it'
-      for path in self.undeclared_parameters()
-    ]
+    for path in self.undeclared_parameters():
+      remarks.append(
+        f'{path} is replicated on every device: its module declares no axes, and '
+        'Partitioner.parameter_axes has no rule for it'
+      )
     forgetful = self.short_horizon()
     if forgetful:
       remarks.append(f'warning: {forgetful}')
-    added = {module: of for module, of in self.model.counts().items() if module not in counts}
-    remarks += [
-      f'{count:,} more parameters of the objective: {name}'
-      for name, count in sums_of_parts(added, lambda count: count).items()
-    ]
-    by_path = {f'{module}/{name}': n for module, of in counts.items() for name, n in of.items()}
-    frozen = sum(n for path, n in by_path.items() if not self.optimizer.learns(path))
-    if frozen:
+    all_counts = self.model.counts()
+    added = {module: group for module, group in all_counts.items() if module not in counts}
+    for name, count in sums_of_parts(added, lambda count: count).items():
+      remarks.append(f'{count:,} more parameters of the objective: {name}')
+    learning = 0
+    for module, group in counts.items():
+      for name, count in group.items():
+        if self.optimizer.learns(f'{module}/{name}'):
+          learning += count
+    if learning < total:
       remarks.append(
-        f'{total - frozen:,} of {total:,} parameters learn; groups with a learning rate of 0 are '
-        'frozen'
+        f'{learning:,} of {total:,} parameters learn; groups with a learning rate of 0 are frozen'
       )
     return remarks
 
@@ -230,17 +233,21 @@ class Setup:
   def schedule(self, step: int) -> dict[str, float]:
     """The learning rate of the step after `step` steps, and the step where the schedule ends."""
     done = jnp.int32(step)
-    rate = self.optimizer.learning_rate(done) * self.curriculum.learning_rate_scale(done)
+    scale = self.curriculum.learning_rate_scale(done)
+    rate = self.optimizer.learning_rate(done) * scale
     return {'rate': float(rate), 'ends': self.optimizer.train_steps}
 
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
     blocks = language_model.asked(self.settings.model, lambda model: model.blocks())
     about = self.model.about
-    parts_of = self.partitioner.parts_of
-    rows = self.settings.batch_size // parts_of('batch') // self.settings.micro_batches
-    for time in sorted({phase.chunk_size // parts_of('time') for phase in self.curriculum.phases}):
-      for mixer in (mixer for block in blocks for mixer in block.mixers):
+    row_parts = self.partitioner.parts_of('batch')
+    time_parts = self.partitioner.parts_of('time')
+    rows = self.settings.batch_size // row_parts // self.settings.micro_batches
+    mixers = list(itertools.chain.from_iterable(block.mixers for block in blocks))
+    times = {phase.chunk_size // time_parts for phase in self.curriculum.phases}
+    for time in sorted(times):
+      for mixer in mixers:
         if getattr(mixer, 'kernels', None):
           shape = (rows, time, about.width)
           rebuild = functools.partial(dataclasses.replace, mixer)
@@ -269,7 +276,10 @@ class Setup:
       if not misfit:
         error = Disagreement
         try:
-          plain, kernel = (jax.jit(functools.partial(results, by))() for by in (False, True))
+          compute_plain = jax.jit(functools.partial(results, False))
+          compute_by_kernel = jax.jit(functools.partial(results, True))
+          plain = compute_plain()
+          kernel = compute_by_kernel()
           parts = jax.tree.map(lambda x, y: norm(x - y) / (norm(y) + 1e-30), kernel, plain)
           apart = float(jnp.max(jnp.stack(parts)))
         except Exception as failure:

@@ -37,30 +37,44 @@ _REGISTERS = 16
 
 def gin_file(parameters: float, vocabulary_size: int) -> str:
   """The text of the gin file. Raises a ConfigurationError if it is mostly vocabulary."""
-  v = vocabulary_size
-  width = min(_WIDTHS, key=lambda d: abs(math.log((v * d + 7.4 * d**2.5) / parameters)))
+
+  def distance(d: int) -> float:
+    """How far a usual model of this width is from the parameters."""
+    usual = vocabulary_size * d + 7.4 * d**2.5
+    return abs(math.log(usual / parameters))
+
+  width = min(_WIDTHS, key=distance)
   power = 2 ** int(math.log2(width))
   head_width = 128 if width >= 512 else 64
   unit = max(head_width, power // 8)
   inner = math.ceil(4 * width / 3 / unit) * unit
   states = width // 2
   window = min(1024, power)
+  vocabulary = vocabulary_size * width + width
   # The parameters of a layer with a recurrence and of one with attention, without their MLP.
-  recurrent = 3 * width * inner + 4 * inner * states + 5 * inner + 3 * states + 2 * width
-  attending = 4 * width**2 + 2 * _REGISTERS * width + 2 * width + 2 * head_width
-  of_mixers = 2 * recurrent + attending
-  of_vocabulary = vocabulary_size * width + width
-  room = parameters - of_vocabulary
-  triples = max(2, round(room / (of_mixers + 27 * width**2)))
-  mlp = max(1, round((room / triples - of_mixers) / (9 * width * unit))) * unit
-  if of_vocabulary > parameters / 2:
+  recurrence_projections = 3 * width * inner + 5 * inner
+  recurrence_states = 4 * inner * states + 3 * states
+  recurrent = recurrence_projections + recurrence_states + 2 * width
+  attention_projections = 4 * width**2 + 2 * head_width
+  registers = 2 * _REGISTERS * width
+  attending = attention_projections + registers + 2 * width
+  # Layers come in triples of two recurrences and one attention, each with an MLP.
+  mixers = 2 * recurrent + attending
+  usual_mlps = 27 * width**2
+  room = parameters - vocabulary
+  triples = max(2, round(room / (mixers + usual_mlps)))
+  mlp_room = room / triples - mixers
+  mlp_units = max(1, round(mlp_room / (9 * width * unit)))
+  mlp = mlp_units * unit
+  if vocabulary > parameters / 2:
     raise ConfigurationError(
-      f'{of_vocabulary:,} of {parameters:,.0f} parameters would be the vocabulary of '
+      f'{vocabulary:,} of {parameters:,.0f} parameters would be the vocabulary of '
       f'{vocabulary_size:,} tokens, but half is the most. Use fewer tokens or more parameters.'
     )
   asked = f'{parameters / 1e6:.10g}e6'
   large = parameters >= 1e8
-  total = of_vocabulary + triples * (of_mixers + 9 * width * mlp)
+  mlps = 9 * width * mlp
+  total = vocabulary + triples * (mixers + mlps)
   rate = f'{_RATE_TIMES_WIDTH / width:.1e}'.replace('e-0', 'e-')
   return f"""\
 # {total:,} parameters: {3 * triples} layers of width {width}. This command prints the file:

@@ -54,7 +54,9 @@ class LossSpikes:
     """No losses yet; None if none are kept."""
     if self.action == 'accept':
       return None
-    return RecentLosses(jnp.zeros(self.window, jnp.float32), jnp.zeros((), jnp.int32))
+    losses = jnp.zeros(self.window, jnp.float32)
+    count = jnp.zeros((), jnp.int32)
+    return RecentLosses(losses, count)
 
 
 def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array, RecentLosses]:
@@ -62,7 +64,9 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
   losses, count = recent
   mean = jnp.mean(losses)
   deviation = jnp.std(losses)
-  spiked = (count >= spikes.window) & (loss > mean + spikes.deviations * deviation)
+  highest = mean + spikes.deviations * deviation
+  is_full = count >= spikes.window
+  spiked = is_full & (loss > highest)
   finite = jnp.isfinite(loss)
   now = losses.at[count % spikes.window].set(loss)
   return spiked & finite, RecentLosses(jnp.where(finite, now, losses), count + finite)

@@ -112,10 +112,13 @@ def _scan(step: Callable, carry: Any, steps: Any, **options: Any) -> tuple[Any, 
   """`lax.scan`, without a loop for a single step."""
   # XLA removes such a loop too, but too late to see that the backward pass unstacks the activations
   # that the forward pass stacks over the layers.
-  if len(jax.tree.leaves(steps)[0]) > 1:
+  leaves = jax.tree.leaves(steps)
+  if len(leaves[0]) > 1:
     return lax.scan(step, carry, steps, **options)
-  carry, out = step(carry, jax.tree.map(lambda x: x[0], steps))
-  return carry, jax.tree.map(lambda x: x[None], out)
+  only_step = jax.tree.map(lambda x: x[0], steps)
+  carry, result = step(carry, only_step)
+  results = jax.tree.map(lambda x: x[None], result)
+  return carry, results
 
 
 def _total(sums: Sums) -> Sums:
@@ -130,7 +133,12 @@ def learned_and_frozen(params: Params, learns: Learns) -> tuple[Params, Params]:
 
 def zero_gradients(params: Params) -> Params:
   """The accumulators of gradients: never narrower than float32."""
-  return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+
+  def zeros(p):
+    dtype = jnp.promote_types(p.dtype, jnp.float32)
+    return jnp.zeros(p.shape, dtype)
+
+  return jax.tree.map(zeros, params)
 
 
 def _add(sums: Params, more: Params) -> Params:
@@ -180,27 +188,31 @@ def _add_recomputed(
 
   carry, (firsts, sums) = lax.scan(segment_forwards, carry, segments)
 
-  def backwards(later, now):
+  def backwards(later, inputs):
     d_after, gradient = later
-    before, chunk = now
+    before, chunk = inputs
     floats, rebuild = floats_of(before)
 
-    def of(params, floats):
-      loss, (after, _) = read(params, rebuild(floats), chunk)
-      return loss, floats_of(after)[0]
+    def loss_and_next(params, floats):
+      carry = rebuild(floats)
+      loss, (after, _) = read(params, carry, chunk)
+      next_floats, _ = floats_of(after)
+      return loss, next_floats
 
-    (loss, _), pull_back = jax.vjp(of, params, floats)
+    (loss, _), pull_back = jax.vjp(loss_and_next, params, floats)
     d_params, d_before = pull_back((jnp.ones_like(loss), d_after))
     return (d_before, _add(gradient, d_params)), None
 
-  def segment_backwards(later, now):
-    first, segment = now
+  def segment_backwards(later, inputs):
+    first, segment = inputs
     # Only the carry of this pass over a chunk is used; XLA removes the rest.
     _, (befores, _) = _scan(forwards, first, segment)
     return _scan(backwards, later, (befores, segment), reverse=True)
 
-  zero = [jnp.zeros_like(leaf) for leaf in floats_of(carry)[0]]
-  (_, gradient), _ = lax.scan(segment_backwards, (zero, gradient), (firsts, segments), reverse=True)
+  last_floats, _ = floats_of(carry)
+  zero = [jnp.zeros_like(leaf) for leaf in last_floats]
+  end = (zero, gradient)
+  (_, gradient), _ = lax.scan(segment_backwards, end, (firsts, segments), reverse=True)
   return gradient, carry, _total(sums)
 
 
