@@ -49,9 +49,11 @@ class ChatTemplate:
       import jinja2  # noqa: F401, PLC0415  (an optional package)  # pyright: ignore
     names = {number: name for name, number in self.specials.items()}
     bos_names = [names[number] for number in vocabulary.bos if number in names]
+    usual_bos = ''.join(bos_names)
+    usual_eos = names.get(vocabulary.eos_id, '')
     config = tokenizer_config.read_config(vocabulary.file)
-    bos = config.get('bos_token', ''.join(bos_names))
-    eos = config.get('eos_token', names.get(vocabulary.eos_id, ''))
+    bos = config.get('bos_token', usual_bos)
+    eos = config.get('eos_token', usual_eos)
     self._templates = {name: _process(text, bos, eos) for name, text in sources.items()}
     with converted((ValueError,), ConfigurationError, f'{self._name} is wrong', 'Correct it.'):
       for template in self._templates.values():

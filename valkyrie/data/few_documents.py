@@ -24,14 +24,16 @@ def more_documents(selection: Selection, cut: int = 2048) -> str:
     ways.append('cut documents that are texts')
     flags.append(f'--gin.text_cut={size}')
     options['cut'] = size
+  listed_ways = ' and '.join(ways)
   if is_fineweb:
-    return f'{" and ".join(ways)}: add {options} to TaskFeed.options'
+    return f'{listed_ways}: add {options} to TaskFeed.options'
   if not options:
     return _ELSEWHERE
-  built = ' '.join(f'--option={name}={value}' for name, value in options.items())
+  run_flags = ' '.join(flags)
+  build_flags = ' '.join(f'--option={name}={value}' for name, value in options.items())
   return (
-    f'{" and ".join(ways)}: {" ".join(flags)}, with gin/data/mixture.gin '
-    f"'options': {options} of a source, or {built} of build_store; or {_ELSEWHERE}"
+    f'{listed_ways}: {run_flags}, with gin/data/mixture.gin '
+    f"'options': {options} of a source, or {build_flags} of build_store; or {_ELSEWHERE}"
   )
 
 

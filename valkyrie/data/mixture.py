@@ -229,16 +229,19 @@ class Mixture:
       positions=np.zeros(shape, np.int32),
       segment_ids=np.zeros(shape, np.int32),
     )
-    for span in self._spans(row, position, position + length + 1):
-      part = self._feeds[span.source].read(span.place, span.length, rows=[row])
-      numbers = part.segment_ids.astype(np.int64) + span.other_units
-      part = part._replace(segment_ids=segment_ids_of(numbers))
+    end = position + length + 1
+    for span in self._spans(row, position, end):
+      feed = self._feeds[span.source]
+      part = feed.read(span.place, span.length, rows=[row])
+      unit_numbers = part.segment_ids.astype(np.int64) + span.other_units
+      part = part._replace(segment_ids=segment_ids_of(unit_numbers))
       first = span.start - position
       last = first + span.length
       for leaf, values in zip(batch, part, strict=True):
         leaf[:, first:last] = values
     # The last target of a span is the first token of the next one, of another source.
-    batch = batch._replace(targets=np.roll(batch.inputs, -1))
+    targets = np.roll(batch.inputs, -1)
+    batch = batch._replace(targets=targets)
     return Batch(*(leaf[:, :length] for leaf in batch))
 
   def _spans(self, row: int, begin: int, end: int) -> Iterator[_Span]:
@@ -250,9 +253,11 @@ class Mixture:
       start = max(begin, first.start)
       stop = min(end, units[-1].end)
       tokens_before, units_before = first.before
-      place = int(tokens_before[source]) + start - first.start
+      read = start - first.start
+      place = int(tokens_before[source]) + read
       other_units = int(units_before.sum() - units_before[source])
-      yield _Span(start, stop - start, source, place, other_units)
+      length = stop - start
+      yield _Span(start, length, source, place, other_units)
 
 
 def mean_tokens_per_byte(weights: Weights, ratios: Mapping[str, float | None]) -> float | None:

@@ -319,21 +319,26 @@ def _present(
 ) -> list[str]:
   """The columns to read at a place that has these names; raises a DataError if it lacks any."""
   missing = [column for column in columns if column not in names]
-  if missing and not any(also.get(name) for name in names):
+  has_replacement = any(also.get(name) for name in names)
+  if missing and not has_replacement:
     option = columns[missing[0]] if isinstance(columns, Mapping) else 'column'
+    listed = ', '.join(missing)
     raise DataError(
-      f'{place} has no column {", ".join(missing)}; it has {_named(names)}. Name the one to read: '
+      f'{place} has no column {listed}; it has {_named(names)}. Name the one to read: '
       f'{_NAMED_BY[option]}.'
     )
-  chosen = list(dict.fromkeys(name for name in (*columns, *also) if name in names))
-  if any(names.count(name) > 1 for name in chosen):
+  wanted = dict.fromkeys([*columns, *also])
+  chosen = [name for name in wanted if name in names]
+  are_repeated = any(names.count(name) > 1 for name in chosen)
+  if are_repeated:
     raise DataError(f'{place} has columns of one name: {_named(names)}. Rename all but one.')
   return chosen
 
 
 def _named(columns: Sequence[str], most: int = 12) -> str:
   """The names of columns for a message, at most so many."""
-  return ', '.join(first_of([f'{shown(name):.80}' for name in columns], most))
+  shown_names = [f'{shown(name):.80}' for name in columns]
+  return ', '.join(first_of(shown_names, most))
 
 
 def _check_text(content: bytes, place: str) -> None:

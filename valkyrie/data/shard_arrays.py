@@ -127,12 +127,15 @@ class ShardArrays:
 
   def save(self, directory: pathlib.Path) -> None:
     """Writes the other arrays."""
-    hashes = np.frombuffer(self._hashes, np.uint8).reshape(-1, 16)
-    _save(directory / token_store.OFFSETS_FILE, np.array(self._offsets, np.int64))
-    _save(directory / token_store.HASHES_FILE, hashes)
-    _save(directory / token_store.KEYS_FILE, np.frombuffer(self._keys, '<u8'))
+    offsets = np.array(self._offsets, np.int64)
+    _save(directory / token_store.OFFSETS_FILE, offsets)
+    hashes = np.frombuffer(self._hashes, np.uint8)
+    _save(directory / token_store.HASHES_FILE, hashes.reshape(-1, 16))
+    keys = np.frombuffer(self._keys, '<u8')
+    _save(directory / token_store.KEYS_FILE, keys)
     if any(self._prompts):
-      _save(directory / token_store.PROMPTS_FILE, np.array(self._prompts, np.int64))
+      prompts = np.array(self._prompts, np.int64)
+      _save(directory / token_store.PROMPTS_FILE, prompts)
     if self._later_prompts:
       later_prompts = np.array(self._later_prompts, np.int64)
       _save(directory / token_store.LATER_PROMPTS_FILE, later_prompts)

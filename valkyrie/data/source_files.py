@@ -171,7 +171,8 @@ class SourceFiles:
       if info.is_file:
         return posixpath.dirname(path), [self._file(info)]
     selector = pyarrow.fs.FileSelector(root or '.', recursive=True)
-    infos = [info for info in self._filesystem.get_file_info(selector) if info.is_file]
+    all_infos = self._filesystem.get_file_info(selector)
+    infos = [info for info in all_infos if info.is_file]
     if pattern:
       regex = file_names.regex(path.removesuffix(pattern), pattern)
       chosen = [info for info in infos if regex.fullmatch(posixpath.normpath(info.path))]
@@ -182,7 +183,8 @@ class SourceFiles:
     self.root = root or '.'
     files = sorted(map(self._file, chosen))
     self._check_revisions(files)
-    return self.root, self._of_split(self._once(files), pattern)
+    unique_files = self._once(files)
+    return self.root, self._of_split(unique_files, pattern)
 
   def _once(self, files: list[SourceFile]) -> list[SourceFile]:
     """Each file by one of its names, and each name in one compression."""

@@ -278,19 +278,29 @@ def _hashes(folders: Sequence[pathlib.Path], shards: Sequence[Mapping[str, Any]]
 def differences(found: Any, expected: Any) -> tuple[str, str]:
   """Two values as texts; of dicts only the different entries: an origin may name many files."""
   if isinstance(found, dict) and isinstance(expected, dict):
-    names = [name for name in found | expected if found.get(name) != expected.get(name)]
-    found = {name: found.get(name) for name in names}
-    expected = {name: expected.get(name) for name in names}
+    different_found = {}
+    different_expected = {}
+    for name in found | expected:
+      value = found.get(name)
+      expected_value = expected.get(name)
+      if value != expected_value:
+        different_found[name] = value
+        different_expected[name] = expected_value
+    found = different_found
+    expected = different_expected
   return foreign.shown(found), foreign.shown(expected)
 
 
 def _first_of_equals(hashes: np.ndarray) -> np.ndarray:
   """Whether each document is the first with its hash: uint8 [documents, 16] -> bool [documents]."""
   pairs = hashes.view(np.uint64)
-  order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: equals stay in their order
-  is_new = pairs[order[1:]] != pairs[order[:-1]]
+  first_halves = pairs[:, 0]
+  second_halves = pairs[:, 1]
+  order = np.lexsort((second_halves, first_halves))  # stable: equals stay in their order
+  ordered = pairs[order]
+  differs = ordered[1:] != ordered[:-1]
   is_first = np.ones(len(pairs), bool)
-  is_first[order[1:]] = is_new.any(axis=1)
+  is_first[order[1:]] = differs.any(axis=1)
   return is_first
 
 

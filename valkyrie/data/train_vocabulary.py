@@ -51,14 +51,17 @@ def train_vocabulary(
   opened = feed()
   feeds = opened.sources.values() if isinstance(opened, Mixture) else [opened]
   selections = [dataclasses.replace(feed.selection, vocabulary=_BYTES) for feed in feeds]
-  texts = [*sample([store_builder.open_task(selection) for selection in selections])]
+  tasks = [store_builder.open_task(selection) for selection in selections]
+  texts = [*sample(tasks)]
   content = trained(texts, size)
   whole_file.write(output, content)
-  ids = vocabularies.load(str(output)).ids
-  read = sum(len(text.encode()) for text in texts)
-  ratio = read / sum(len(ids(text)) for text in texts)
+  vocabulary = vocabularies.load(str(output))
+  text_bytes = sum(len(text.encode()) for text in texts)
+  tokens = sum(len(vocabulary.ids(text)) for text in texts)
+  ratio = text_bytes / tokens
+  sources = ', '.join(map(str, selections))
   print(
-    f'{output}: {size:,} tokens, trained on {read:,} bytes of {", ".join(map(str, selections))}, '
+    f'{output}: {size:,} tokens, trained on {text_bytes:,} bytes of {sources}, '
     f'{ratio:.2f} bytes a token. Use it by --gin.vocabulary=\'"{output}"\''
   )
 
@@ -68,7 +71,8 @@ def trained(texts: Sequence[str], size: int) -> bytes:
   import sentencepiece  # noqa: PLC0415  (the other run modes need no trainer)
 
   characters = collections.Counter(character for text in texts for character in text)
-  usual = characters.most_common(max(1, (size - _BYTES.size) // 2))
+  more_tokens = size - _BYTES.size
+  usual = characters.most_common(max(1, more_tokens // 2))
   model = io.BytesIO()
   message = f'SentencePiece cannot train {size} tokens on {characters.total():,} characters of text'
   advice = "Give another train_vocabulary.size, use more text, or vocabulary = 'bytes'."

@@ -342,11 +342,15 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   source = vocabulary.file.parent
   files = [vocabulary.file, source / tokenizer_config.NAME, *template_files.found(source)]
   for file in files:
+    if not file.is_file():
+      continue
     name = str(file.relative_to(source))
     copied = folder / names.get(name, name)
-    if file.is_file() and not (copied.is_file() and filecmp.cmp(file, copied, shallow=False)):
+    is_copied = copied.is_file() and filecmp.cmp(file, copied, shallow=False)
+    if not is_copied:
+      content = foreign.content(file, tokenizer_file.LARGEST)
       copied.parent.mkdir(exist_ok=True)
-      whole_file.write_version(copied, foreign.content(file, tokenizer_file.LARGEST))
+      whole_file.write_version(copied, content)
 
 
 @gin.configurable
