@@ -50,9 +50,10 @@ class Names(NamedTuple):
   Attributes:
     shared: the entries outside of layers.
     layers: {kind of a layer: its entries}.
-    kinds: the kind of each layer; with a single kind, files may have more layers.
+    kinds: the kind of each layer.
     skipped: patterns of names there that no model here uses.
-    closed: whether another tensor is refused; otherwise it keeps its name.
+    closed: whether a tensor of another name or layer is refused. An open table has one kind of
+      layers; other tensors keep their names.
   """
 
   shared: Sequence[Entry]
@@ -65,7 +66,7 @@ class Names(NamedTuple):
     """The entries of the layer with this number, or those outside of layers for ''."""
     if not layer:
       return self.shared
-    if len(self.layers) == 1:
+    if not self.closed:
       return next(iter(self.layers.values()))
     if int(layer) >= len(self.kinds):
       return ()
