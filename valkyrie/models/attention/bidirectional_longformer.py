@@ -74,8 +74,9 @@ def bidirectional_attention(
   rows = np.arange(len(segment_ids))
   outs = []
   for number, seen in enumerate(windows):
-    window_dropout = dropout and dropout.of(2 * number)
-    document_dropout = dropout and dropout.of(2 * number + 1)
+    draw = 2 * number
+    window_dropout = dropout and dropout.of(draw)
+    document_dropout = dropout and dropout.of(draw + 1)
     local_heads = local.of_heads(seen)
     out = _attend_windows(local_heads, segment_ids, global_tokens, seen, window_dropout)
     if global_tokens.shape[1]:
