@@ -295,7 +295,8 @@ def _pieces(state: Any) -> list[_Piece]:
         shards.append((path, shard))
 
   with ThreadPoolExecutor(_READERS) as threads:
-    digests = list(threads.map(lambda shard: _digest(shard.data), [shard for _, shard in shards]))
+    arrays = [shard.data for _, shard in shards]
+    digests = list(threads.map(_digest, arrays))
   return [
     _Piece(path, shard.index, digest) for (path, shard), digest in zip(shards, digests, strict=True)
   ]
@@ -339,7 +340,9 @@ def _describe(tree: Any) -> dict[str, str]:
   """{'params/mlp/w': 'float32[4, 8]', ...}; a container without arrays is 'empty'."""
 
   def is_empty(node):
-    return node is None or (isinstance(node, dict | list | tuple) and not node)
+    if node is None:
+      return True
+    return isinstance(node, dict | list | tuple) and not node
 
   forms = {}
   for path, leaf in leaves_by_path(tree, is_empty).items():

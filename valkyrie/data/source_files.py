@@ -143,8 +143,9 @@ class SourceFiles:
     """
     with access(self._place, f'{file} cannot be read'):
       present = self._file(self._filesystem.get_file_info(file.path))
-    is_same_second = present.modified // 10**9 == file.modified // 10**9
-    if present.size != file.size or not is_same_second:
+    second = present.modified // 10**9
+    known_second = file.modified // 10**9
+    if present.size != file.size or second != known_second:
       change = f'it has {present.size} bytes'
       if present.size is None:
         change = 'it is gone'

@@ -49,5 +49,8 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
 
 def named_templates(listed: list[Any]) -> dict[str, Any]:
   """{name: template} of a list in a configuration; entries whose name is no text are left out."""
-  entries = [one for one in listed if isinstance(one, dict) and isinstance(one.get('name'), str)]
-  return {one['name']: one.get('template') for one in entries}
+  templates = {}
+  for entry in listed:
+    if isinstance(entry, dict) and isinstance(entry.get('name'), str):
+      templates[entry['name']] = entry.get('template')
+  return templates

@@ -107,9 +107,13 @@ def sample(readers: Sequence[TaskReader]) -> Iterator[str]:
       if document is None:
         parts.remove(part)
         continue
-      for ids in [document.tokens] if isinstance(document.tokens, np.ndarray) else document.tokens:
+      pieces = document.tokens
+      if isinstance(pieces, np.ndarray):
+        pieces = [pieces]
+      for ids in pieces:
         text = _BYTES.decode(ids.tolist())
-        yield from (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+        for begin in range(0, len(text), _PIECE):
+          yield text[begin : begin + _PIECE]
         left -= len(ids)
         if left <= 0:
           return

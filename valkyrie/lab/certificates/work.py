@@ -244,7 +244,9 @@ def bytes_of(instruction: hlo.Instruction) -> int:
     case 'slice-start':  # ((source), destination, semaphore)
       moved = _bytes_of_slice(operands[0], results[1:2])
     case opcode if opcode.endswith('-start'):  # repeats the operands; the largest part is new
-      moved = sum(map(_in_hbm, operands)) + max(_in_hbm([array]) for array in results)
+      read = sum(map(_in_hbm, operands))
+      written = max(_in_hbm([array]) for array in results)
+      moved = read + written
     case _:
       moved = sum(map(_in_hbm, operands)) + _in_hbm(results)
   return moved

@@ -320,7 +320,10 @@ def markdown(blocks: Sequence[Block]) -> str:
   for block in blocks:
     if isinstance(block, Table):
       rule = ['---'] * len(block.head)
-      lines = [f'| {" | ".join(cells)} |' for cells in (block.head, rule, *block.rows)]
+      lines = []
+      for row in (block.head, rule, *block.rows):
+        cells = ' | '.join(row)
+        lines.append(f'| {cells} |')
       parts.append('\n'.join(lines))
     elif isinstance(block, str):
       parts.append(block)

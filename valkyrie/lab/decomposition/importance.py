@@ -48,7 +48,9 @@ lower.defvjp(lambda z: (lower(z), z), _lower_backward)
 
 def upper(z: Array) -> Array:
   """clip(z, 0, 1), with a slope of 0.01 above 1."""
-  return jnp.where(z > 1, 1 + LEAK * (z - 1), jnp.clip(z, 0, 1))
+  above = 1 + LEAK * (z - 1)
+  inside = jnp.clip(z, 0, 1)
+  return jnp.where(z > 1, above, inside)
 
 
 def counted(high: Array, exponent: Array | float, smooth: bool = False) -> Array:
