@@ -160,15 +160,3 @@ def test_an_obstacle_is_a_reading_that_ends_or_another_array():
     )
   assert compared == [(State(), False), ({'params': 'params'}, True)]
   assert resume.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
-
-
-def test_another_learning_rate_is_said_with_what_keeps_it():
-  saved = {'rate': 1e-3, 'ends': 10}
-  assert resume.other_rate(None, saved, 5) is None
-  assert resume.other_rate(saved, {'rate': 1.000001e-3, 'ends': 20}, 5) is None
-  line = 'the learning rate of step 6 is 0.002, where the run that saved had 0.001'
-  assert resume.other_rate(saved, {'rate': 2e-3, 'ends': 10}, 5) == line
-  assert resume.other_rate(saved, {'rate': 2e-3, 'ends': 20}, 5) == (
-    f'{line}: its schedule ended at step 10, and now ends at 20. To keep it, add '
-    '--gin.Optimizer.train_steps=10'
-  )

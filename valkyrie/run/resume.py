@@ -7,7 +7,6 @@ RunState.record     what the next checkpoint says about the run, beside the trai
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import json
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from valkyrie.config.computation import computation, default_of
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, StorageError, first_of, message_of
 from valkyrie.run.lengths import Lengths, Lowest
+from valkyrie.run.other_rates import other_rates
 from valkyrie.training.objective import Start
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup, check_documents
@@ -122,9 +122,8 @@ class RunState:
     if other_tokens:
       say(other_tokens)
     say(f'resuming after step {step} from {directory.directory}')
-    rate = other_rate(found.get('schedule'), setup.schedule(step), step)
-    if rate:
-      say(rate)
+    for line in other_rates(found.get('schedule'), setup, range(step, lengths.train_steps)):
+      say(line)
     state = _restored_state(setup, directory, found['rows'])
     run = cls(setup, feed, lengths, state, step, reading)
     if found.get('lowest'):
@@ -295,30 +294,6 @@ def without_carry(state: Any) -> dict[str, Any]:
   fields = state._asdict()
   del fields['carry']
   return fields
-
-
-def other_rate(
-  saved: Mapping[str, float] | None, schedule: Mapping[str, float], step: int
-) -> str | None:
-  """A line, if the next step has another learning rate than in the run that saved.
-
-  Args:
-    saved: the `Setup.schedule` that the checkpoint after `step` steps records; None in old ones.
-    schedule: the one of this run.
-    step: the number of steps done.
-  """
-  if saved is None or math.isclose(saved['rate'], schedule['rate'], rel_tol=1e-5):
-    return None
-  line = (
-    f'the learning rate of step {step + 1} is {schedule["rate"]:.4g}, where the run that saved had '
-    f'{saved["rate"]:.4g}'
-  )
-  if saved['ends'] == schedule['ends']:
-    return line
-  return (
-    f'{line}: its schedule ended at step {saved["ends"]}, and now ends at {schedule["ends"]}. To '
-    f'keep it, add --gin.Optimizer.train_steps={saved["ends"]}'
-  )
 
 
 def check_form(found: Any, place: str) -> None:

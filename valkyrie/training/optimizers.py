@@ -7,6 +7,7 @@ steps are multiplied by the rate; another one is created with the rate, see `alg
 from collections.abc import Sequence
 import copy
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -118,14 +119,15 @@ class Optimizer:
     self._algorithms = {True: algorithm, False: vector_algorithm}
     for one in self._algorithms.values():
       nature(one)
-    share = schedule_of(
+    self._peak = learning_rate
+    self._share_until = functools.partial(
+      schedule_of,
       schedule,
       warmup_steps=warmup_steps,
-      train_steps=train_steps,
       final=final_learning_rate_scale,
       cooldown=cooldown,
     )
-    self._schedule = lambda step: learning_rate * share(step)
+    self._share = self._share_until(train_steps=train_steps)
 
   def preceded_by(self, groups: Sequence[Group]) -> 'Optimizer':
     """This optimizer, with groups before its own."""
@@ -133,9 +135,16 @@ class Optimizer:
     other._groups = (*groups, *self._groups)
     return other
 
+  def ending_at(self, train_steps: int) -> 'Optimizer':
+    """This optimizer, with a schedule that ends at another step."""
+    other = copy.copy(self)
+    other.train_steps = train_steps
+    other._share = self._share_until(train_steps=train_steps)
+    return other
+
   def learning_rate(self, step: Array) -> Array:
     """The schedule's learning rate at a step, counted from 0."""
-    return jnp.asarray(self._schedule(step), jnp.float32)
+    return jnp.asarray(self._peak * self._share(step), jnp.float32)
 
   def init(self, params: Params, kinds: Any) -> Any:
     """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`.

@@ -232,10 +232,14 @@ class Setup:
 
   def schedule(self, step: int) -> dict[str, float]:
     """The learning rate of the step after `step` steps, and the step where the schedule ends."""
+    ends = self.optimizer.train_steps
+    return {'rate': self.rate(step, ends), 'ends': ends}
+
+  def rate(self, step: int, ends: int) -> float:
+    """The learning rate of the step after `step` steps, if the schedule ends at the step `ends`."""
     done = jnp.int32(step)
-    scale = self.curriculum.learning_rate_scale(done)
-    rate = self.optimizer.learning_rate(done) * scale
-    return {'rate': float(rate), 'ends': self.optimizer.train_steps}
+    of_schedule = self.optimizer.ending_at(ends).learning_rate(done)
+    return float(of_schedule * self.curriculum.learning_rate_scale(done))
 
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""

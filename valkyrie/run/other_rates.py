@@ -1,0 +1,57 @@
+"""What a resumed run says about learning rates that differ from those of the run that saved."""
+
+from collections.abc import Mapping
+import math
+from typing import Protocol
+
+import numpy as np
+
+_COMPARED = 64  # steps
+_TOLERANCE = 1e-5  # of a rate
+
+
+class Rates(Protocol):
+  """The learning rates of a run, see `training.setup.Setup`."""
+
+  def schedule(self, step: int) -> dict[str, float]: ...
+
+  def rate(self, step: int, ends: int) -> float: ...
+
+
+def other_rates(saved: Mapping[str, float] | None, rates: Rates, steps: range) -> list[str]:
+  """A line for the next step, and one for the end of the schedule, where they differ.
+
+  A warm-up, or the flat part of 'wsd', has the same rate in both schedules: the ends are therefore
+  compared over the steps to come.
+
+  Args:
+    saved: the `Setup.schedule` that the checkpoint records; None in old ones.
+    rates: those of this run.
+    steps: the steps to come, counted from 0.
+  """
+  if saved is None or not steps:
+    return []
+  lines: list[str] = []
+  schedule = rates.schedule(steps.start)
+  if not math.isclose(saved['rate'], schedule['rate'], rel_tol=_TOLERANCE):
+    lines.append(
+      f'the learning rate of step {steps.start + 1} is {schedule["rate"]:.4g}, where the run that '
+      f'saved had {saved["rate"]:.4g}'
+    )
+  before = int(saved['ends'])
+  after = int(schedule['ends'])
+  if before == after:
+    return lines
+
+  chosen = np.linspace(steps.start, steps.stop - 1, min(len(steps), _COMPARED)).round().astype(int)
+  earlier = np.array([rates.rate(int(step), before) for step in chosen])
+  current = np.array([rates.rate(int(step), after) for step in chosen])
+  apart = np.abs(current - earlier)
+  most = int(apart.argmax())
+  if apart[most] > _TOLERANCE * current.max():
+    lines.append(
+      f'the schedule of the learning rate ended at step {before}, and now ends at step {after}: '
+      f'step {chosen[most] + 1} has {current[most]:.4g}, and with the earlier end '
+      f'{earlier[most]:.4g}. To keep the earlier end, add --gin.Optimizer.train_steps={before}'
+    )
+  return lines
