@@ -6,6 +6,7 @@ of known types, and a name or text in a message shows no character that a termin
 A ValueError, or an OSError of a file, says why one is refused; the reader names the file.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 import errno
 import io
@@ -154,14 +155,33 @@ def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
     yield line
 
 
+class RepeatedField(ValueError):
+  """A JSON object has two fields of one name, of which the standard library keeps the last."""
+
+
 def json_value(text: bytes) -> Any:
-  """The value of a JSON text in which at most DEEPEST brackets are inside one another."""
+  """The value of a JSON text in which at most DEEPEST brackets are inside one another.
+
+  Raises a RepeatedField, or another ValueError.
+  """
   if text.count(b'[') + text.count(b'{') > DEEPEST:
     _check_depth(text)
   try:
-    return json.loads(text)
+    return _JSON.decode(text.decode(json.detect_encoding(text), 'surrogatepass'))
   except (RecursionError, MemoryError) as error:
     raise ValueError(f'it is too large ({type(error).__name__})') from None
+
+
+def _with_each_field_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  fields_by_name = dict(pairs)
+  if len(fields_by_name) < len(pairs):
+    counts = collections.Counter(name for name, _ in pairs)
+    ((name, _),) = counts.most_common(1)
+    raise RepeatedField(f'it has the field {name!r:.80} twice in one object')
+  return fields_by_name
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_with_each_field_once)  # once: json.loads is slower
 
 
 def _check_depth(text: bytes) -> None:

@@ -87,6 +87,36 @@ def test_steps_are_chosen(folder, start):
   assert start(run, '--step=2')[0] == 2  # of training
 
 
+def test_changed_bindings_have_a_name_of_their_own(folder, start):
+  run = folder / 'narrow'
+  arguments = (f'--model_dir={run}', '--run_mode=eval')
+  own = (run / 'eval' / 'metrics.jsonl').read_text()
+  trained = '--gin.LanguageModel.compute_dtype="bfloat16"'
+  read = '--gin.validation/TaskFeed.reset_at="never"'
+  for flag, line in (
+    (trained, "LanguageModel.compute_dtype was not set, is 'bfloat16'"),
+    (read, "validation/TaskFeed.reset_at was not set, is 'never'"),
+  ):
+    code, _, errors = start(*arguments, flag)
+    assert code == 78 and line in errors and '--gin.evaluate.name=' in errors
+  assert start(*arguments, '--follow', trained)[0] == 78
+  assert (run / 'eval' / 'metrics.jsonl').read_text() == own
+  named = (*arguments, '--gin.evaluate.name="bf16"')
+  code, _, errors = start(*named, trained)
+  assert code == 0 and 'changed since the checkpoint: LanguageModel.compute_dtype was' in errors
+  assert "is 'bfloat16'" in (run / 'eval_bf16' / 'changed.json').read_text()
+  assert start(*named, trained)[0] == 0
+  for flags in ([], [read], [trained, read]):  # would be mixed with those under bfloat16
+    code, _, errors = start(*named, *flags)
+    assert code == 78 and 'eval_bf16 has evaluations with other bindings' in errors
+  code, _, _ = start(*arguments, trained, '--gin.evaluate.name="bf16"', '--step=2')
+  assert code == 0
+  # They change no number, or not this model.
+  same = ['--gin.Evaluator.chunk_size=8', '--gin.learning_rate=1e-9', '--gin.train_steps=9']
+  code, _, errors = start(*arguments, *same, '--gin.LanguageModel.remat_policy="products"')
+  assert code == 0 and 'changed since' not in errors
+
+
 def test_several_steps_stand_for_their_mean(folder, start):
   run = folder / 'narrow'
   opened = {step: valkyrie.load(run, step) for step in ('2', '4', '2,4')}

@@ -160,6 +160,21 @@ def test_a_mesh_keeps_each_slice_together():
     make_mesh((('x', 4),))
 
 
+@pytest.mark.parametrize(
+  ('kind', 'advice'),
+  [
+    ('TPU v4', 'Run on 32 devices, such as the slice v4-64.'),
+    ('TPU v5p', 'Run on 32 devices, such as the slice v5p-64.'),
+    ('TPU v5 lite', 'Run on 32 devices.'),  # whose slices count chips
+  ],
+)
+def test_too_few_chips_name_the_slice_that_has_enough(kind, advice):
+  chips = [Chip(number, 0, 'tpu', kind) for number in range(16)]
+  with ambient.within(devices=chips), pytest.raises(ConfigurationError) as refusal:
+    make_mesh((('data', 4), ('weights', 8)))
+  assert f'sees 16 ({kind}). {advice} --run_mode=precompile' in str(refusal.value)
+
+
 @pytest.mark.parametrize('remat_policy, passes', [('nothing', 3), (None, 2)])
 def test_a_layer_gathers_its_weights_once_for_each_pass_and_chunk(remat_policy, passes):
   """And scatters its gradient once for each chunk; all others move once."""

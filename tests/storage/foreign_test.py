@@ -75,3 +75,14 @@ def test_fields_have_their_types(wrong):
   with pytest.raises(ValueError, match=r'it has|its field'):
     foreign.json_object(wrong.encode(), a=int)
   assert foreign.json_object(b'{"a": 1}', a=int, b=str | None) == {'a': 1}
+
+
+def test_a_json_object_has_each_field_once():
+  """The standard library keeps the last one, and what was meant is unknown."""
+  for text in (b'{"a": 1, "a": 1}', b'[{"b": {"a": 1, "c": 2, "a": 3}}]'):
+    with pytest.raises(foreign.RepeatedField, match="has the field 'a' twice in one object"):
+      foreign.json_value(text)
+  assert foreign.json_value(b'\xef\xbb\xbf[{"a": 1}, {"a": "\\ud800"}]') == [
+    {'a': 1},
+    {'a': '\ud800'},
+  ]

@@ -71,6 +71,23 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in bindings.items() if name not in left_out}
 
 
+def reached(bindings: Mapping[str, Any], roots: Collection[str]) -> set[str]:
+  """The names among `bindings` that set the parts to which the bindings `roots` lead."""
+  bound: dict[str, Any] = {**default_references(), **bindings}
+  references = list(_references(bound))
+  names = {*roots} & bound.keys()
+  while True:
+    leading = [reference for reference in references if reference.binding in names]
+    more: set[str] = set()
+    for name in bound:
+      scope, selector = _scope_and_selector(name.rpartition('.')[0])
+      if any(one.selector == selector and one.scope[: len(scope)] == scope for one in leading):
+        more.add(name)
+    if more <= names:
+      return names & bindings.keys()
+    names |= more
+
+
 class _Reference(NamedTuple):
   """A reference in the value of a binding to the part with a selector, under a scope."""
 

@@ -3,19 +3,18 @@
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import csv
 import functools
 import io
 import itertools
 import logging
-import re
 import reprlib
 from typing import Any
 
 import pyarrow as pa
 
 from valkyrie import foreign, packages
-from valkyrie.data import columnar, file_names
+from valkyrie.data import columnar, file_names, line_rows
+from valkyrie.data.line_rows import REPAIR
 from valkyrie.data.source_files import (
   FORMATS,
   SourceFile,
@@ -26,15 +25,12 @@ from valkyrie.data.vocabularies import as_utf8
 from valkyrie.errors import ConfigurationError, DataError, converted, first_of
 from valkyrie.foreign import shown
 
-_REPAIR = 'Mend the file, fetch it again, or leave it out of the source.'
 _SEPARATORS = {'.csv': ',', '.tsv': '\t'}
 _OF_LINES = ('.jsonl', '.ndjson', '.json', *_SEPARATORS)
 _OF_COLUMNS = ('.parquet', '.arrow')
 _OF_ROWS = (*_OF_LINES, *_OF_COLUMNS)
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_JSON = re.compile(r'\s*(\[\s*)?\{')
-_LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
@@ -105,7 +101,7 @@ class Records:
     for file in self.files.files:
       kind = format_of(file.path)
       if not file.size and kind in _OF_ROWS:
-        raise DataError(f'{file} is empty. {_REPAIR}')
+        raise DataError(f'{file} is empty. {REPAIR}')
       if kind == '.parquet':
         self._groups += [(file, group) for group in self._row_groups(file)]
         continue
@@ -114,7 +110,7 @@ class Records:
       self._groups.append((file, -1))
     if not self._groups:
       first, *_ = self.files.files
-      raise DataError(f'{first} is empty: it has no rows, nor has any other file. {_REPAIR}')
+      raise DataError(f'{first} is empty: it has no rows, nor has any other file. {REPAIR}')
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts; each row is in exactly one part."""
@@ -173,7 +169,7 @@ class Records:
       content = foreign.whole(stream, lambda piece: _check_text(piece, str(file)))
     text = content.decode('utf-8-sig').replace('\r\n', '\n')
     named = format_of(file.path) in FORMATS
-    if not named and _JSON.match(text) and (_value(content.partition(b'\n')[0]) or _value(content)):
+    if not named and line_rows.is_json(content.removeprefix(codecs.BOM_UTF8)):
       raise DataError(
         f'{file} is JSON, but its name does not say so. Rename it to end with .json or '
         '.jsonl: then its columns are read.'
@@ -187,16 +183,16 @@ class Records:
       lines = io.BufferedReader(stream, _BLOCK)
       _check_text(lines.peek(_BLOCK), str(file))
       if kind in _SEPARATORS:
-        read = _separated(lines, _SEPARATORS[kind], str(file))
+        read = line_rows.separated(lines, _SEPARATORS[kind], str(file), self._present)
       else:
-        read = _json_values(lines, str(file), may_be_one=kind == '.json')
+        read = line_rows.json_values(lines, str(file), may_be_one=kind == '.json')
       for number, (place, row) in enumerate(read):
         if number % parts != part:
           continue
         if isinstance(row, bytes):
           if not row.strip():
             continue
-          row = _parsed(row, place)  # noqa: PLW2901
+          row = line_rows.parsed(row, place)  # noqa: PLW2901
         if not isinstance(row, dict):
           raise DataError(
             f'{place} is not a JSON object: it has {reprlib.repr(row)}. Expected an object such as '
@@ -218,7 +214,7 @@ class Records:
       self.files.check_unchanged(file)
       raise self._not_text(file, error) from error
     except FileNotFoundError as error:
-      raise DataError(f'{file} is missing. {_REPAIR}') from error
+      raise DataError(f'{file} is missing. {REPAIR}') from error
     except MemoryError as error:
       raise DataError(
         f'A document of {file} is larger than the memory that is left. Cut or remove it.'
@@ -226,7 +222,7 @@ class Records:
     except (pa.ArrowException, OSError, ValueError) as error:
       self.files.check_unchanged(file)
       reason = foreign.reason(error)
-      raise DataError(f'{file} is corrupt: it cannot be read ({reason}). {_REPAIR}') from error
+      raise DataError(f'{file} is corrupt: it cannot be read ({reason}). {REPAIR}') from error
     self.files.check_unchanged(file)
 
   def _not_text(self, file: SourceFile, error: UnicodeDecodeError) -> DataError:
@@ -240,7 +236,7 @@ class Records:
     except (pa.ArrowException, OSError):
       damaged = True
     if damaged:
-      return DataError(f'{file} is corrupt: a text in it is not UTF-8 ({wrong}). {_REPAIR}')
+      return DataError(f'{file} is corrupt: a text in it is not UTF-8 ({wrong}). {REPAIR}')
     return DataError(
       f'{file} is not UTF-8: {wrong}. Convert it, for instance with iconv, or leave it out of the '
       'source. If it was UTF-8 once, it is damaged: fetch it again.'
@@ -353,57 +349,3 @@ def _check_text(content: bytes, place: str) -> None:
       f'{place} is not text: it begins with {content[:12]!r} and has {content.count(0)} null '
       'bytes. Extract its text to a file in UTF-8, or leave it out of the source.'
     )
-
-
-def _separated(lines: Any, separator: str, path: str) -> Iterator[tuple[str, Row]]:
-  """(place, row) of each row below the names of the columns."""
-  csv.field_size_limit(foreign.LONGEST_LINE)
-  text = io.TextIOWrapper(lines, 'utf-8-sig', newline='')
-  rows = csv.reader(foreign.lines(text, foreign.LONGEST_LINE), delimiter=separator, strict=True)
-  try:
-    names = next(rows, [])
-    for row in filter(None, rows):
-      place = f'The row that ends on line {rows.line_num} of {path}'
-      if len(row) != len(names):
-        raise DataError(
-          f'{place} has {len(row)} fields, but the first line names {len(names)} columns. {_REPAIR}'
-        )
-      yield place, dict(zip(names, row, strict=True))
-  except csv.Error as error:
-    raise DataError(
-      f'Line {rows.line_num} of {path} is wrong ({foreign.reason(error)}). {_REPAIR}'
-    ) from error
-
-
-def _json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:
-  """(place, bytes) of each line, or (place, value) of each member of a file that is one value."""
-  longest = _LONGEST_VALUE if may_be_one else foreign.LONGEST_LINE
-  each = foreign.lines(lines, longest)
-  begin = [next(each, b'')]
-  while may_be_one and begin[-1].isspace():
-    begin.append(next(each, b''))
-  if may_be_one and not isinstance(_value(begin[-1]), dict):
-    content = b''.join([*begin, *each])
-    value = _parsed(content, path)
-    members = value if isinstance(value, list) else [value]
-    for number, member in enumerate(members, 1):
-      yield f'Member {number} of {path}', member
-    return
-  every_line = itertools.chain(begin, each)
-  for number, line in enumerate(every_line, 1):
-    yield f'Line {number} of {path}', line
-
-
-def _value(content: bytes) -> Any:
-  """The value of a JSON text, or None."""
-  with contextlib.suppress(ValueError):
-    return foreign.json_value(content)
-
-
-def _parsed(content: bytes, place: str) -> Any:
-  try:
-    return foreign.json_value(content)
-  except ValueError as error:
-    raise DataError(
-      f'{place} is not JSON ({error}): it begins with {content.rstrip()[:40]!r}. {_REPAIR}'
-    ) from error

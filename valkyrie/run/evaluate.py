@@ -24,12 +24,15 @@ from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.watcher import Watcher
 from valkyrie.monitoring.writers import create_writers
+from valkyrie.run.changed import changed_bindings, record_changes
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
 from valkyrie.weights.restored import restored_params
 
+# The bindings that name what is measured, and by what.
+_MEASURED = ('evaluate.model', 'evaluate.evaluator', 'StepSettings.objective')
 _PAUSE_SECONDS = 2.0  # between two looks of a follower
 
 
@@ -61,7 +64,8 @@ def evaluate(
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
 
-  Raises a ConfigurationError without such a step, or if metrics would mix with other data's.
+  Raises a ConfigurationError without such a step, or if metrics would mix with those of other data
+  or bindings.
   """
   for cut in cuts:
     check_choice('evaluate.cuts', cut, CUTS)
@@ -74,6 +78,7 @@ def evaluate(
       f"--step={step} averages several checkpoints; its metrics would be mixed with the run's own. "
       "Set evaluate.name, for example 'mean'."
     )
+  is_named = bool(name)
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
   mesh = partitioner()
@@ -85,7 +90,11 @@ def evaluate(
     with doing('reading the checkpoint', _say):
       params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
     number = max(numbers)
+    changed = changed_bindings(model_dir, step, _MEASURED)
     measure.record_data(model_dir, stream, may_differ=False)
+    record_changes(model_dir, stream, changed, is_named=is_named)
+    for line in changed:
+      _say(f'changed since the checkpoint: {line}')
     found = {}
     for cut in (None, *cuts):
       title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'

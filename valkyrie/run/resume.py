@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from valkyrie import packages
 from valkyrie.checkpoint.manager import CheckpointDirectory
 from valkyrie.config.computation import computation, default_of
+from valkyrie.config.differences import differences
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError, StorageError, first_of, message_of
 from valkyrie.run.lengths import Lengths, Lowest
@@ -27,7 +28,6 @@ from valkyrie.types import TaskFeed
 from valkyrie.weights.initial import InitialWeights
 
 _SHOWN = 10
-_NOTHING = object()
 
 
 class Origin(NamedTuple):
@@ -235,12 +235,12 @@ def check(
 
   Raises a ConfigurationError with all differences that are not allowed.
   """
-  differences: list[str] = []
+  changes: list[str] = []
   refused_kinds: list[str] = []
   refused: list[str] = []
   for kind, value in expected.items():
     lines = [f'{kind}: {line}' for line in _compare(kind, found.get(kind), value)]
-    differences += lines
+    changes += lines
     if lines and kind not in allowed:
       refused_kinds.append(kind)
       refused += lines
@@ -259,14 +259,14 @@ def check(
       f'{place} was saved by a run that differs from this one:\n  {shown}\n'
       f'Nothing was changed. {advice}'
     )
-  return differences
+  return changes
 
 
 def obstacle(
   found: Mapping[str, Any],
   rows: int,
   state: Any,
-  differences: Callable[..., list[str]],
+  state_differences: Callable[..., list[str]],
   read_on: Callable[[], Any],
 ) -> str:
   """Why a run cannot continue a checkpoint, whatever differences it allows; '' if it can.
@@ -275,7 +275,7 @@ def obstacle(
     found: the record of the checkpoint.
     rows: the rows of the run.
     state: the train state of the run: arrays, or their shapes.
-    differences: as `CheckpointDirectory.differences`, of the checkpoint.
+    state_differences: as `CheckpointDirectory.differences`, of the checkpoint.
     read_on: continues the reading of the checkpoint, or raises a ConfigurationError.
   """
   try:
@@ -283,9 +283,9 @@ def obstacle(
   except ConfigurationError as error:
     return message_of(error)
   if found['rows'] == rows:
-    lines = differences(state)
+    lines = state_differences(state)
   else:
-    lines = differences(without_carry(state), partial=True)
+    lines = state_differences(without_carry(state), partial=True)
   return f'the state of this run has other arrays. {lines[0]}.' if lines else ''
 
 
@@ -356,18 +356,5 @@ def _compare(kind: str, found: Any, expected: Any) -> list[str]:
       return []
     return [f'was {found!r}, is {expected!r}']
 
-  lines = []
-  for name in sorted(found.keys() | expected.keys()):
-    is_bound = name in found and name in expected
-    default = _NOTHING
-    if kind == 'configuration' and not is_bound:
-      default = default_of(name)
-    if found.get(name, default) != expected.get(name, default):
-      lines.append(f'{name} was {_text(found, name)}, is {_text(expected, name)}')
-  return lines
-
-
-def _text(values: Mapping[str, Any], name: str) -> str:
-  if name not in values:
-    return 'not set'
-  return repr(values[name])
+  default = default_of if kind == 'configuration' else None
+  return differences(found, expected, default)

@@ -7,7 +7,6 @@ process with a signal.
 """
 
 from collections.abc import Callable, Mapping
-import json
 import math
 import os
 import pathlib
@@ -105,7 +104,7 @@ class TensorFile:
           raise ValueError(
             f'its header of {length:,} bytes exceeds {_LONGEST_HEADER:,} or the file'
           )
-        header = _object(_bytes(file, 8, length))
+        header = foreign.json_object(_bytes(file, 8, length))
       self.metadata = _texts(header.pop('__metadata__', {}))
       entries = {name: _entry(name, entry) for name, entry in header.items()}
       _check_ranges(entries, size - 8 - length)
@@ -382,19 +381,4 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
   """The object in a file; raises a StorageError if it has none."""
   message = f'{file} cannot be read'
   with converted((OSError, ValueError), StorageError, message, _FETCH):
-    return _object(foreign.content(file, _LONGEST_JSON))
-
-
-def _object(content: bytes) -> dict[str, Any]:
-  """A JSON object; refuses repeated fields, since only the last one would count."""
-  found = foreign.json_object(content)
-  json.loads(content, object_pairs_hook=_check_once)
-  return found
-
-
-def _check_once(pairs: list[tuple[str, Any]]) -> None:
-  names: set[str] = set()
-  for name, _ in pairs:
-    if name in names:
-      raise ValueError(f'it has the field {name!r:.80} twice in one object')
-    names.add(name)
+    return foreign.json_object(foreign.content(file, _LONGEST_JSON))

@@ -27,6 +27,7 @@ from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
 from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
 from valkyrie.models import language_model
 from valkyrie.models.features import SITES
+from valkyrie.run.changed import changed_bindings
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
@@ -37,6 +38,7 @@ from valkyrie.weights.named_tensors import names_of
 from valkyrie.weights.restored import restored_params
 
 _SPARE = 3  # so many times the windows that are shown are kept, since some overlap
+_SHOWN_PARTS = ('components.evaluator', 'StepSettings.model', 'StepSettings.objective')
 _TOKENS = 8  # at most in a table
 _LEAST_SHARE = 0.02  # of the activity of a component, for a token in a table
 _LEAST_BITS = 0.1  # of information about this activity
@@ -78,7 +80,11 @@ def components(
   sites = harvest(evaluation, scores, params, shown=shown, windows=windows)
   numbers = [str(number) for number in steps]
   run_name = pathlib.Path(model_dir).resolve().name
-  text = page(f'{run_name}, step {", ".join(numbers)}', sites, vocabulary.decode)
+  title = [f'{run_name}, step {", ".join(numbers)}']
+  for line in changed_bindings(model_dir, step, _SHOWN_PARTS):
+    print(f'changed since the checkpoint: {line}')
+    title.append(line)
+  text = page('; '.join(title), sites, vocabulary.decode)
   path = pathlib.Path(model_dir, f'components_{"_".join(numbers)}.html')
   whole_file.write(path, text.encode(errors='replace'))
   count = sum(len(site.components) for site in sites)

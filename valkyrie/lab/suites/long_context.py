@@ -25,6 +25,7 @@ from valkyrie.lab.suites.problem import SUITES, TooShortError, fitted, sentences
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
+from valkyrie.run.changed import changed_bindings
 
 
 class _Cell(NamedTuple):
@@ -88,7 +89,16 @@ def long_context(
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
   checksum = zlib.crc32('\n'.join(sentences).encode())
-  settings = {'step': steps, 'samples': samples, 'seed': seed, 'text': checksum}
+  changed = changed_bindings(model_dir, step, ('open_run.model',))
+  for line in changed:
+    print(f'changed since the checkpoint: {line}', flush=True)
+  settings = {
+    'step': steps,
+    'samples': samples,
+    'seed': seed,
+    'text': checksum,
+    'changed': '; '.join(changed) or None,
+  }
   left_out: set[tuple[str, int]] = set()
   with JsonLines(folder / 'results.jsonl') as results:
     scores = _recorded_scores(folder / 'results.jsonl', settings)
@@ -117,6 +127,7 @@ def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_C
   """The scores that an earlier call measured with the same settings."""
   scores = {}
   for line in json_lines.read_lines(file):
+    line.setdefault('changed', None)  # earlier versions did not write it
     if settings.items() <= line.items() and isinstance(line.get('score'), float):
       cell = _Cell._make(map(line.get, _Cell._fields))
       scores[cell] = line['score']

@@ -1,0 +1,30 @@
+"""The differences between two sets of named values, a line each."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_NOTHING = object()
+
+
+def differences(
+  was: Mapping[str, Any], now: Mapping[str, Any], default_of: Callable[[str], Any] | None = None
+) -> list[str]:
+  """A line for each name whose values differ; `default_of` gives the value where one has none.
+
+  Values are as JSON has them: lists, not tuples.
+  """
+  lines = []
+  for name in sorted(was.keys() | now.keys()):
+    is_in_both = name in was and name in now
+    default = _NOTHING
+    if default_of is not None and not is_in_both:
+      default = default_of(name)
+    if was.get(name, default) != now.get(name, default):
+      lines.append(f'{name} was {_text(was, name)}, is {_text(now, name)}')
+  return lines
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+  if name not in values:
+    return 'not set'
+  return repr(values[name])

@@ -1,0 +1,87 @@
+"""Bindings under which a checkpoint computes something else than in the run that saved it.
+
+Numbers under such bindings stay out of the records of the run.
+"""
+
+from collections.abc import Collection, Sequence
+import contextlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from valkyrie import foreign
+from valkyrie.checkpoint.manager import open_to_read
+from valkyrie.config.computation import computation, default_of, reached
+from valkyrie.config.differences import differences
+from valkyrie.config.record import bindings
+from valkyrie.errors import ConfigurationError, first_of
+from valkyrie.storage import whole_file
+
+_SHOWN = 10
+# They change no number but by rounding, or the data, whose fingerprints are compared.
+_WITHOUT_EFFECT = ('remat_policy', 'kernels', 'vocabulary')
+_OF_A_FEED = ('reset_at', 'pass_carry', 'learn_eos', 'bad_documents')
+
+
+def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[str]) -> list[str]:
+  """A line for each binding that differs from the run's and reaches the parts of `roots`.
+
+  What computes a step of training is compared with the record of the checkpoint, and the validation
+  with the config.json of the run.
+  """
+  first, _, _ = step.partition(',')
+  with open_to_read(model_dir, first) as directory:
+    record: dict[str, Any] = directory.latest_record() or {}
+  trained = record.get('configuration')
+  if not isinstance(trained, dict):
+    return []
+  of_run: dict[str, Any] = {}
+  with contextlib.suppress(OSError, ValueError):
+    content = foreign.content(pathlib.Path(model_dir, 'config.json'))
+    of_run = foreign.json_object(content, bindings=dict)['bindings']
+  now = json.loads(json.dumps(bindings()))  # as in the records: tuples become lists
+  was = {name: value for name, value in of_run.items() if name not in computation(of_run)}
+  was |= trained
+  names = {name for name in reached({**was, **now}, roots) if _has_effect(name)}
+  return differences(
+    {name: value for name, value in was.items() if name in names},
+    {name: value for name, value in now.items() if name in names},
+    default_of,
+  )
+
+
+def _has_effect(name: str) -> bool:
+  part, _, parameter = name.rpartition('.')
+  part = part.rpartition('/')[2]
+  if part == 'Evaluator' or parameter in _WITHOUT_EFFECT:
+    return False
+  return part != 'TaskFeed' or parameter in _OF_A_FEED
+
+
+def record_changes(
+  model_dir: str | os.PathLike, stream: str, changed: Sequence[str], *, is_named: bool
+) -> None:
+  """Writes the changed bindings to model_dir/STREAM/changed.json.
+
+  Raises a ConfigurationError if the stream is the run's own, or has numbers under other bindings.
+  """
+  folder = pathlib.Path(model_dir, stream)
+  path = folder / 'changed.json'
+  recorded: Any = [*changed]
+  if not is_named or (folder / 'metrics.jsonl').exists():
+    recorded = []
+  with contextlib.suppress(OSError, ValueError):
+    recorded = foreign.json_value(foreign.content(path))
+  if recorded != [*changed]:
+    shown = '\n  '.join(first_of([*changed], _SHOWN)) or 'none'
+    raise ConfigurationError(
+      f'{folder} has evaluations with other bindings, which numbers of these would be mixed with. '
+      f'Changed since the checkpoint:\n  {shown}\nUse the values of the run, or give these numbers '
+      'a name of their own, such as --gin.evaluate.name=\'"mine"\': they then go to eval_mine and '
+      'loss_by_position_mine.png.'
+    )
+  if changed and jax.process_index() == 0:
+    whole_file.write(path, json.dumps([*changed]) + '\n')
