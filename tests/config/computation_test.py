@@ -6,7 +6,7 @@ import gin
 import pytest
 
 from valkyrie import main
-from valkyrie.config.computation import computation, may_change_on_resume
+from valkyrie.config.computation import computation, may_change_on_resume, reached
 from valkyrie.config.load import load_gin
 from valkyrie.config.record import bindings
 from valkyrie.data.feed import TaskFeed
@@ -186,3 +186,25 @@ def test_configurables_that_only_reference_each_other_count():
 
 def test_a_string_that_begins_with_an_at_sign_is_no_error():
   assert counted(Tool__size='@ home', train__hooks=['@nobody()']) == {'Tool.size'}
+
+
+def test_what_a_binding_reaches():
+  bound = {
+    'evaluate.model': '@LanguageModel',
+    'evaluate.evaluator': '@Evaluator',
+    'Evaluator.feed': '@validation/TaskFeed',
+    'LanguageModel.block': '@Block',
+    'Block.mixers': ['@S5'],
+    'S5.horizon': 100,
+    'RGLRU.blocks': 2,
+    'TaskFeed.reset_at': 'never',
+    'validation/TaskFeed.split': 'validation',
+    'train/TaskFeed.split': 'train',
+    'Optimizer.learning_rate': 1.0,
+  }
+  of_model = {'evaluate.model', 'LanguageModel.block', 'Block.mixers', 'S5.horizon'}
+  assert reached(bound, ['evaluate.model']) == of_model
+  assert reached(bound, ['evaluate.evaluator']) == {
+    'evaluate.evaluator', 'Evaluator.feed', 'TaskFeed.reset_at', 'validation/TaskFeed.split'
+  }  # fmt: skip
+  assert reached(bound, ['infer.opened']) == set()

@@ -1,6 +1,7 @@
 """Conversations as training data and as prompts, by the chat template of a tokenizer."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import re
@@ -405,6 +406,13 @@ def test_wrong_conversations_are_named_by_their_line(feed, row, message, tmp_pat
   data.write_text(f'{json.dumps({"messages": messages()})}\n{json.dumps(row)}\n')
   with pytest.raises(DataError, match=rf'Line 2 of .*talks\.jsonl.*{message}'):
     store_builder.build(found.selection, tmp_path / 'other', shards=1)
+
+
+def test_the_column_of_a_file_for_infer_has_no_option(tmp_path):
+  file = tmp_path / 'talks.jsonl'
+  file.write_text('{"text": "Hello"}\n')
+  with pytest.raises(DataError, match='no column messages; it has text. Give the list of messages'):
+    importlib.import_module('valkyrie.inference.infer')._read_conversations(str(file))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_both_forms_of_arrow_are_read(tmp_path, compression, suffix):
     ('a.jsonl', b'[' * 100_000, r'Line 1 of .*a.jsonl is not JSON \(it has more than 100'),
     ('a.json', b'[' * 100_000, r'a.json is not JSON \(it has more than 100'),
     ('a.ndjson', b'{"text": ' * 100_000, 'Line 1 of .*a.ndjson is not JSON'),
-    ('a.csv', b'title,body\na,b\n', 'no column text; it has title, body'),
+    ('a.csv', b'title,body\na,b\n', 'no column text; it has title, body.* --gin.text_column='),
     ('a.csv', b'text,id,text\na,1,b\n', 'first line of .*a.csv has columns of one name: text, id'),
     ('a.tsv', b'text\ttext\na\tb\n', 'first line of .*a.tsv has columns of one name: text, text'),
     ('a.jsonl', b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "Line 2 of .*'text' twice in one"),

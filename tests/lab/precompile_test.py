@@ -218,6 +218,8 @@ def test_override_gin_restores_the_configuration(tmp_path):
     ('V4:4x4x2', "chip 'V4' is unknown.*Did you mean v4"),
     ('v4', 'the sides of the slice are missing or invalid. Write them as in v4:'),
     ('v4:4x4x2x2', 'the sides of the slice are missing or invalid'),
+    ('v4-64', r'named by its sides here. Use one of v4:4x4x2 \(32 chips\)'),
+    ('2xv6e-16', r'named by its sides here. Use one of v6e:4x4 \(16 chips\)'),
     ('v4:3x3x3', r'one of the nearest: .*v4:4x4x2 \(32 chips\)'),
     ('v5e:6x6', r'one of the nearest: .*v5e:8x4 \(32 chips\)'),
     ('v6e:2x2x2', 'v6e has no slice of this shape'),

@@ -1,5 +1,6 @@
 """Problems of long contexts: their length, their facts, and the run mode that asks them."""
 
+import importlib
 import itertools
 import json
 import re
@@ -242,6 +243,23 @@ def test_a_run_is_asked_with_and_without_its_memory(tmp_path, capsys):
   other = Searching()
   run(tmp_path, other, suites=('mqar_8',), samples=1)
   assert other.asked == 2 * 2 * 8
+
+
+def test_answers_under_other_bindings_are_not_reused(tmp_path, monkeypatch, capsys):
+  options = {'suites': ('mqar_8',), 'samples': 1}
+  run(tmp_path, Searching(), **options)
+  lines = ['LongformerAttention.window was 16, is 8']
+  module = importlib.import_module('valkyrie.lab.suites.long_context')
+  monkeypatch.setattr(module, 'changed_bindings', lambda *_: lines)
+  for asked in (2 * 2 * 8, 0):
+    model = Searching()
+    run(tmp_path, model, **options)
+    assert model.asked == asked
+  assert f'changed since the checkpoint: {lines[0]}' in capsys.readouterr().out
+  monkeypatch.undo()
+  model = Searching()
+  run(tmp_path, model, **options)
+  assert not model.asked
 
 
 def test_what_cannot_be_asked_is_named(tmp_path, capsys):

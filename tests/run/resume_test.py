@@ -160,3 +160,14 @@ def test_an_obstacle_is_a_reading_that_ends_or_another_array():
     )
   assert compared == [(State(), False), ({'params': 'params'}, True)]
   assert resume.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
+
+
+def test_weights_that_a_resumed_run_would_not_read_are_no_reason_to_go_on():
+  """Allowing the change continues the checkpoint, without the weights that were meant."""
+  bare = {'configuration': {}}
+  given = {'configuration': {'train.initial_weights': 'other'}}
+  said = resume.unread_weights(bare, given)
+  assert "train.initial_weights = 'other' is read only where a run begins" in said
+  assert not resume.unread_weights(given, given)
+  assert not resume.unread_weights(given, bare)
+  assert resume.unread_weights({'configuration': 3}, given)

@@ -100,6 +100,7 @@ def test_changed_bindings_have_a_name_of_their_own(folder, start):
     code, _, errors = start(*arguments, flag)
     assert code == 78 and line in errors and '--gin.evaluate.name=' in errors
   assert start(*arguments, '--follow', trained)[0] == 78
+  assert not (run / 'eval_whole').exists()
   assert (run / 'eval' / 'metrics.jsonl').read_text() == own
   named = (*arguments, '--gin.evaluate.name="bf16"')
   code, _, errors = start(*named, trained)

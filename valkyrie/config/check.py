@@ -209,7 +209,8 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
     known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
     known.update(_OPTAX)
     raise ConfigurationError(
-      f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)}'
+      f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)} One of your '
+      'own is known after `import PACKAGE.MODULE` in a gin file, with --gin_allow_import=PACKAGE.'
     )
   if len(matches) > 1:
     raise ConfigurationError(

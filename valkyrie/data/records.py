@@ -34,13 +34,17 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BLOCK = 2**20  # bytes
 _warn_once = functools.cache(logging.warning)  # every shard lists the files of the source
 STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGURATION
-_NAMED_BY = {  # the option that names a column -> how to set it
-  'column': 'text_column of gin/data/text.gin, messages_column of gin/data/conversations.gin, '
+_NAMED_BY = {  # the option that names a column -> what to do without the column
+  'column': 'Name the one to read: --gin.text_column=\'"NAME"\' with gin/data/text.gin, '
+  '--gin.messages_column=\'"NAME"\' with gin/data/conversations.gin, '
   "TaskFeed.options = {'column': 'NAME'} elsewhere, or --option=column=NAME of build_store",
-  'prompt': 'prompt_column in gin, or --option=prompt=NAME of build_store',
-  'answer': 'answer_column in gin, or --option=answer=NAME of build_store',
-  'together': "TaskFeed.options = {'together': 'NAME'} in gin, or --option=together=NAME of "
-  'build_store. An empty NAME keeps no documents together',
+  'prompt': 'Name the one to read: --gin.prompt_column=\'"NAME"\', or --option=prompt=NAME of '
+  'build_store',
+  'answer': 'Name the one to read: --gin.answer_column=\'"NAME"\', or --option=answer=NAME of '
+  'build_store',
+  'together': "Name the one to read: TaskFeed.options = {'together': 'NAME'} in gin, or "
+  '--option=together=NAME of build_store. An empty NAME keeps no documents together',
+  'conversation': 'Give the list of messages this name, or the name conversations',
 }
 Row = dict[str, Any]
 Check = Callable[[Row, Sequence[str], str], Row]
@@ -320,8 +324,7 @@ def _present(
     option = columns[missing[0]] if isinstance(columns, Mapping) else 'column'
     listed = ', '.join(missing)
     raise DataError(
-      f'{place} has no column {listed}; it has {_named(names)}. Name the one to read: '
-      f'{_NAMED_BY[option]}.'
+      f'{place} has no column {listed}; it has {_named(names)}. {_NAMED_BY[option]}.'
     )
   wanted = dict.fromkeys([*columns, *also])
   chosen = [name for name in wanted if name in names]

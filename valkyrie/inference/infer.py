@@ -160,7 +160,7 @@ def _read_conversations(location: str) -> list[dict[str, Any]]:
     arguments['place'] = place
     return arguments
 
-  records = Records(location, {column: 'column'}, check=read, also=messages.also(column))
+  records = Records(location, {column: 'conversation'}, check=read, also=messages.also(column))
   return list(records.rows(0, 1))
 
 

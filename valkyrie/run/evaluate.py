@@ -76,7 +76,7 @@ def evaluate(
   if ',' in step and not name:
     raise ConfigurationError(
       f"--step={step} averages several checkpoints; its metrics would be mixed with the run's own. "
-      "Set evaluate.name, for example 'mean'."
+      'Give them a name of their own, such as --gin.evaluate.name=\'"mean"\'.'
     )
   is_named = bool(name)
   name = name or ('whole' if follow else '')
@@ -91,8 +91,8 @@ def evaluate(
       params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
     number = max(numbers)
     changed = changed_bindings(model_dir, step, _MEASURED)
-    measure.record_data(model_dir, stream, may_differ=False)
     record_changes(model_dir, stream, changed, is_named=is_named)
+    measure.record_data(model_dir, stream, may_differ=False)
     for line in changed:
       _say(f'changed since the checkpoint: {line}')
     found = {}

@@ -1,4 +1,4 @@
-"""What a resumed run says about learning rates that differ from those of the run that saved."""
+"""Learning rates of a resumed run that differ from those of the run that saved."""
 
 from collections.abc import Mapping
 import math

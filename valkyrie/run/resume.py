@@ -111,12 +111,16 @@ class RunState:
       )
 
     def why_not() -> str:
-      return obstacle(found, rows, setup.state, directory.differences, read_on)
+      reason = obstacle(found, rows, setup.state, directory.differences, read_on)
+      return unread_weights(found, expected) or reason
 
     expected = facts(setup, feed, {})
     place = directory.describe_newest()
     changes = check(found, expected, origin.allow_changed, place, why_not)
     say_changes(changes, say)
+    unread = unread_weights(found, expected)
+    if unread:
+      say(unread)
     reading = read_on()
     other_tokens = reading.change(step)
     if other_tokens:
@@ -184,6 +188,24 @@ def first_state(
     return state, has_all_weights
   average = None if state.average is None else jax.tree.map(jnp.copy, params)
   return state._replace(params=params, average=average), has_all_weights
+
+
+def unread_weights(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+  """A sentence, if this run names first weights that the run that saved did not begin with."""
+  sources: list[Any] = []
+  for record in (found, expected):
+    configuration = record.get('configuration')
+    source = None
+    if isinstance(configuration, dict):
+      source = configuration.get('train.initial_weights')
+    sources.append(source)
+  before, given = sources
+  if given in (None, before):
+    return ''
+  return (
+    f'train.initial_weights = {given!r} is read only where a run begins, and this one goes on with '
+    'the weights of its checkpoint.'
+  )
 
 
 def _restored_state(setup: Setup, directory: CheckpointDirectory, saved_rows: int) -> TrainState:

@@ -51,7 +51,10 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
   """
   file = folder / 'config.json'
   if not os.path.lexists(file):
-    raise ConfigurationError(f'{folder} has no config.json. Name the folder of a model.')
+    raise ConfigurationError(
+      f'{folder} has no config.json. Name the folder of a model. One of the hub gets a folder by '
+      '`hf download OWNER/NAME --local-dir=FOLDER`, of the package huggingface_hub.'
+    )
   found = read_json(file)
   kind = found.get('model_type')
   if kind not in [*_CLASSES]:  # which may be of any type

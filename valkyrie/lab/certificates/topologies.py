@@ -23,6 +23,7 @@ _SHAPES: Mapping[int | None, Sequence[tuple[int, ...]]] = {  # by the axes of th
   2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
   3: [(1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4), *_WHOLE_CUBES],
 }
+_COUNTED_BY_CHIP = {'v4': 2, 'v5p': 2}  # cores, which names such as v4-64 count
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',  # do not ask the metadata server for the type of this machine
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -43,6 +44,14 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
     slices = int(count)
     one_slice = rest
   chip, _, shape = one_slice.partition(':')
+  by_size = re.fullmatch(r'(v\w+)-(\d{1,5})', chip)
+  if by_size and by_size[1] in TPUS:
+    family = by_size[1]
+    chips = int(by_size[2]) // _COUNTED_BY_CHIP.get(family, 1)
+    raise ConfigurationError(
+      f'--topology={name}: the slice is named by its sides here. Use one of '
+      f'{_listed(family, _nearest((chips,), _SHAPES[TPUS[family].axes]))}.'
+    )
   if chip not in TPUS:
     raise ConfigurationError(
       f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
@@ -56,13 +65,15 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
     )
   sides = tuple(int(side) for side in shape.split('x'))
   if not _exists(sides, shapes):
-    nearest = ', '.join(
-      f'{_name(chip, shape)} ({math.prod(shape)} chips)' for shape in _nearest(sides, shapes)
-    )
+    nearest = _listed(chip, _nearest(sides, shapes))
     raise ConfigurationError(
       f'--topology={name}: {chip} has no slice of this shape. Use one of the nearest: {nearest}'
     )
   return slices, chip, sides
+
+
+def _listed(chip: str, shapes: Sequence[tuple[int, ...]]) -> str:
+  return ', '.join(f'{_name(chip, shape)} ({math.prod(shape)} chips)' for shape in shapes)
 
 
 def _exists(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> bool:
