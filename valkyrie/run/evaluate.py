@@ -24,11 +24,11 @@ from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.watcher import Watcher
 from valkyrie.monitoring.writers import create_writers
-from valkyrie.run.changed import changed_bindings, record_changes
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
+from valkyrie.weights.changed import changed_bindings, record_changes
 from valkyrie.weights.restored import restored_params
 
 # The bindings that name what is measured, and by what.

@@ -237,9 +237,8 @@ class Setup:
 
   def rate(self, step: int, ends: int) -> float:
     """The learning rate of the step after `step` steps, if the schedule ends at the step `ends`."""
-    done = jnp.int32(step)
-    of_schedule = self.optimizer.ending_at(ends).learning_rate(done)
-    return float(of_schedule * self.curriculum.learning_rate_scale(done))
+    of_schedule = self.optimizer.ending_at(ends).learning_rate(jnp.int32(step))
+    return float(of_schedule * self.curriculum.learning_rate_scale(jnp.int32(step)))
 
   def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
     """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""

@@ -27,13 +27,13 @@ from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
 from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
 from valkyrie.models import language_model
 from valkyrie.models.features import SITES
-from valkyrie.run.changed import changed_bindings
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
 from valkyrie.types import Array, Batch, Params
+from valkyrie.weights.changed import changed_bindings
 from valkyrie.weights.named_tensors import names_of
 from valkyrie.weights.restored import restored_params
 

@@ -25,7 +25,7 @@ from valkyrie.lab.suites.problem import SUITES, TooShortError, fitted, sentences
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.monitoring import json_lines, pictures
 from valkyrie.monitoring.json_lines import JsonLines
-from valkyrie.run.changed import changed_bindings
+from valkyrie.weights.changed import changed_bindings
 
 
 class _Cell(NamedTuple):

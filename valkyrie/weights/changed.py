@@ -21,6 +21,7 @@ from valkyrie.errors import ConfigurationError, first_of
 from valkyrie.storage import whole_file
 
 _SHOWN = 10
+_RUN_MODES = ('evaluate', 'components', 'open_run')  # which name the parts
 # They change no number but by rounding, or the data, whose fingerprints are compared.
 _WITHOUT_EFFECT = ('remat_policy', 'kernels', 'vocabulary')
 _OF_A_FEED = ('reset_at', 'pass_carry', 'learn_eos', 'bad_documents')
@@ -56,7 +57,7 @@ def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[
 def _has_effect(name: str) -> bool:
   part, _, parameter = name.rpartition('.')
   part = part.rpartition('/')[2]
-  if part == 'Evaluator' or parameter in _WITHOUT_EFFECT:
+  if part in ('Evaluator', *_RUN_MODES) or parameter in _WITHOUT_EFFECT:
     return False
   return part != 'TaskFeed' or parameter in _OF_A_FEED
 
