@@ -323,9 +323,7 @@ def _present(
   if missing and not has_replacement:
     option = columns[missing[0]] if isinstance(columns, Mapping) else 'column'
     listed = ', '.join(missing)
-    raise DataError(
-      f'{place} has no column {listed}; it has {_named(names)}. {_NAMED_BY[option]}.'
-    )
+    raise DataError(f'{place} has no column {listed}; it has {_named(names)}. {_NAMED_BY[option]}.')
   wanted = dict.fromkeys([*columns, *also])
   chosen = [name for name in wanted if name in names]
   are_repeated = any(names.count(name) > 1 for name in chosen)
