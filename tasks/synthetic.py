@@ -8,7 +8,8 @@ import zlib
 
 import numpy as np
 
-from valkyrie.data.token_store import Selection, content_hash
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import content_hash
 from valkyrie.errors import ConfigurationError
 
 _DEFAULTS = {'documents': '4096', 'tokens': '1024', 'validation': '64'}

@@ -17,6 +17,7 @@ from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.monitoring.training_log import TrainingLog
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training import kernel_check
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.reading import Reading
@@ -98,7 +99,7 @@ class Trainer:
       )
     )
     self.state = self.setup.initial_state()
-    self.setup = self.setup.with_kernels(self.setup.check_kernels(print))
+    self.setup = self.setup.with_kernels(kernel_check.agreeing_lengths(self.setup, print))
     self.step = self.setup.trace(phase).lower().compile()
     self.state, _ = self.step(self.state, self.batch)  # untimed: it allocates the memory
 

@@ -10,7 +10,8 @@ import tiny_run
 
 from valkyrie.data import build_store, store_writer, vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError
 from valkyrie.inference.loaded import LoadedModel
 

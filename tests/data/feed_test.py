@@ -13,8 +13,8 @@ import tiny_run
 
 from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import POSITION_PERIOD as PERIOD
 from valkyrie.types import Batch

@@ -4,7 +4,7 @@ import pytest
 
 from valkyrie.data import vocabularies
 from valkyrie.data.few_documents import more_documents
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 
 OPTIONS = {'held_out': '0.1'}
 

@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from valkyrie.data import document_source, vocabularies
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks.linux_source import LinuxSource
 

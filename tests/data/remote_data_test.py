@@ -23,10 +23,10 @@ import pytest
 from valkyrie.data import store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.store_location import open_store, store_path
 from valkyrie.data.store_writer import Document, StoreWriter
-from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError, StorageError
 
 BYTES = vocabularies.ByteVocabulary()
@@ -244,7 +244,7 @@ def test_a_killed_copy_goes_on_with_the_files_that_are_missing(service, cache, t
   code = f"""
 from valkyrie.data import vocabularies
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 
 selection = Selection('letters', 'train', vocabularies.load('bytes'))
 open_store(selection, '{scheme}://bucket/stores')

@@ -14,7 +14,8 @@ import pytest
 
 from valkyrie.data import build_store, store_builder, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import DataError
 
 BYTES = vocabularies.load('bytes')

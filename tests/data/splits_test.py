@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from valkyrie.data import build_store, provenance, records, splits
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks.conversations import ConversationSource

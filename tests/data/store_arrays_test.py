@@ -10,8 +10,9 @@ import pytest
 
 from valkyrie.data import store_arrays, store_writer, token_store, vocabularies
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_arrays import ArrayFile
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import DataError, StorageError
 
 BYTES = vocabularies.ByteVocabulary()

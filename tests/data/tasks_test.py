@@ -21,7 +21,8 @@ from valkyrie.data import build_store, document_source, store_builder, token_sto
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import TokenStore
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError
 

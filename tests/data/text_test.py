@@ -38,8 +38,9 @@ from valkyrie.data import (
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.records import Records
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.tasks import passkey  # noqa: F401
 from valkyrie.tasks.fineweb import FineWebSource

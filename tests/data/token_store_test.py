@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from valkyrie.data import shard_arrays, token_store, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_writer import Document, StoreWriter
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 
 BYTES = vocabularies.ByteVocabulary()

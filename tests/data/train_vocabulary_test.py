@@ -10,8 +10,8 @@ from valkyrie import main
 from valkyrie.data import store_builder, train_vocabulary, vocabularies
 from valkyrie.data.document_source import TaskReader
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_writer import Document
-from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError
 
 WORDS = 'def read_lines(path):\n    return path.read_text().splitlines()\n'

@@ -15,7 +15,8 @@ import tiny_run
 
 from valkyrie import foreign
 from valkyrie.data import store_writer, vocabularies
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 
 TEXT = tiny_run.TEXT

@@ -20,8 +20,8 @@ from valkyrie.config.load import load_gin
 from valkyrie.data import store_builder, store_writer
 from valkyrie.data.document_source import TASKS
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import ByteVocabulary
 from valkyrie.models.features import Features
 from valkyrie.models.recurrence.convolution import Tail

@@ -26,7 +26,8 @@ from valkyrie.data import (
   vocabularies,
 )
 from valkyrie.data.records import Records
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import DataError
 from valkyrie.inference import infer
 

@@ -20,8 +20,8 @@ from faults import quick_compiler
 from faults.table import Unavailable
 from valkyrie.checkpoint.steps import DiskSteps
 from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.distributed.heartbeat import VARIABLE, address
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

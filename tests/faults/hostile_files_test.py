@@ -23,7 +23,7 @@ from valkyrie.data import (
   vocabularies,
 )
 from valkyrie.data.records import Records
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.supervisor import RunStatus
 from valkyrie.errors import ConfigurationError, DataError, ValkyrieError, message_of

@@ -19,8 +19,9 @@ from valkyrie import main
 from valkyrie.command_line import parse_command_line
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection, TokenStore
+from valkyrie.data.token_store import TokenStore
 from valkyrie.errors import ConfigurationError, ValkyrieError
 from valkyrie.lab.comparison import compare, findings, trials, verdicts
 from valkyrie.lab.comparison.findings import Outcome

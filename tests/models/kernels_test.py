@@ -24,6 +24,7 @@ from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.windows import windows_of
 from valkyrie.sharding import ambient
+from valkyrie.training.kernel_check import agreeing_lengths
 from valkyrie.training.setup import Setup, StepSettings
 
 HEADS, KV_HEADS, WIDTH, WINDOW, STARTS = 2, 1, 8, 130, 3
@@ -180,10 +181,10 @@ def setup(tmp_path, choice, *flags):
 def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
   said = []
   whole = setup(tmp_path, 'interpret')
-  assert whole.check_kernels(said.append) == {128}
+  assert agreeing_lengths(whole, said.append) == {128}
   assert 'of the norm from the plain form, on 1 x 128 tokens' in said[0]
   with pytest.raises(Disagreement, match=r'1 x 128 tokens, more than 0\. Set Longformer.* = None'):
-    whole.check_kernels(said.append, bound=0.0)
+    agreeing_lengths(whole, said.append, bound=0.0)
   assert kernels.is_used('interpret', 128, {128})
   assert not kernels.is_used('interpret', 256, {128}), 'nothing was compared here'
   phase = whole.curriculum.phases[0]
@@ -193,12 +194,12 @@ def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
 
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
   said, found = [], 'the kernels are for TPUs and GPUs, and this program for a CPU'
-  assert setup(tmp_path, 'prefer').check_kernels(said.append) == set()
+  assert agreeing_lengths(setup(tmp_path, 'prefer'), said.append) == set()
   assert said == [f'LongformerAttention.kernels: {found}: the plain form is used']
   with pytest.raises(ConfigurationError, match=f"kernels='require': {found}. Set"):
-    setup(tmp_path, 'require').check_kernels(said.append)
+    agreeing_lengths(setup(tmp_path, 'require'), said.append)
   with pytest.raises(ConfigurationError, match='a device reads 96 tokens of a chunk at once'):
-    setup(tmp_path, 'interpret', '--gin.chunk_size=96').check_kernels(said.append)
+    agreeing_lengths(setup(tmp_path, 'interpret', '--gin.chunk_size=96'), said.append)
 
 
 @pytest.mark.parametrize(

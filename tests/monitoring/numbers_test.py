@@ -17,8 +17,8 @@ import startup_bench
 import tiny_run
 
 from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.monitoring import html_report, recorded_run, training_log
 from valkyrie.monitoring.progress import describe
 from valkyrie.monitoring.training_log import TrainingLog

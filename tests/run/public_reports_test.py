@@ -19,7 +19,7 @@ from valkyrie.data.document_source import (
   document_reader,
 )
 from valkyrie.data.feed import TaskFeed
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 from valkyrie.inference.generation import Sampling
 from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 from valkyrie.checkpoint import manifest, steps
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data import provenance, token_store, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import open_store
 from valkyrie.data.store_writer import Document, StoreWriter
-from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, DataError, StorageError
 from valkyrie.monitoring import trackers, writers
 from valkyrie.storage import foreign_names

@@ -1,5 +1,6 @@
 """Only what this program made is replaced or deleted, and only when its successor is complete."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -152,7 +153,11 @@ def test_a_folder_into_which_a_thread_still_writes_is_deleted_the_next_time(tmp_
       monkeypatch.setattr(os, 'rmdir', remove)
     remove(path, **options)
 
+  def find_no_room(path, mode):
+    raise OSError(errno.ENOSPC, 'the disk is full')
+
   monkeypatch.setattr(os, 'rmdir', write_first)
+  monkeypatch.setattr(owned, 'open', find_no_room, raising=False)
   with pytest.raises(OSError, match='not empty'):
     owned.delete_marked(folder)
   assert owned.delete_marked(folder)

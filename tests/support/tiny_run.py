@@ -10,8 +10,8 @@ import pytest
 from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.run import train as run_mode
 
 BYTES = vocabularies.ByteVocabulary()

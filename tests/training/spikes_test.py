@@ -12,8 +12,8 @@ import tiny_run
 from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.data import store_writer
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.run import train
 from valkyrie.training.spikes import LossSpikes, detect

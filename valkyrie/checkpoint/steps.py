@@ -104,6 +104,7 @@ class DiskSteps:
   def open(self) -> None:
     """Creates the checkpoint folder. This method and all below require the lock."""
     self.place.mkdir(exist_ok=True)
+    owned.remove_litter(self.place)
 
   def begin(self, step: int) -> None:
     """Creates the folder of an unfinished step, with nothing but a mark."""

@@ -29,8 +29,8 @@ import threading
 from typing import Any, NoReturn
 
 from valkyrie.data import document_source, store_builder, token_store, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
-from valkyrie.data.token_store import Selection
 from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError, with_home
 

@@ -25,8 +25,8 @@ from valkyrie import foreign
 from valkyrie.config import current_folder
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import store_writer, vocabularies
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError
 

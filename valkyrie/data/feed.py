@@ -19,8 +19,9 @@ from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction, 
 from valkyrie.data import vocabularies
 from valkyrie.data.few_documents import more_documents
 from valkyrie.data.rows import Documents, Order, Row, deal, numbers_in
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import open_store
-from valkyrie.data.token_store import REBUILD, Selection, TokenStore
+from valkyrie.data.token_store import REBUILD, TokenStore
 from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.types import Batch, position_of
 

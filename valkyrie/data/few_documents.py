@@ -1,6 +1,6 @@
 """Advice for a split with too few documents."""
 
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 
 _ELSEWHERE = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
 _WITH_MACROS = ('text', 'prompts', 'conversations')  # gin/data has a file with `held_out` for them

@@ -19,9 +19,9 @@ from valkyrie.config import paths, redact
 from valkyrie.data import document_source, file_names, store_fields, store_writer, token_store
 from valkyrie.data.file_systems import access
 from valkyrie.data.records import STREAMED
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFile, SourceFiles
 from valkyrie.data.splits import TRAIN, VALIDATION
-from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, converted
 from valkyrie.storage import file_lock, whole_file

@@ -20,8 +20,8 @@ import tensorflow as tf
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.data import document_source, store_writer
 from valkyrie.data.document_source import TASKS, DocumentSource, TaskReader
+from valkyrie.data.selection import Selection
 from valkyrie.data.source_files import SourceFiles
-from valkyrie.data.token_store import Selection
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, ValkyrieError
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from valkyrie.data import token_store
-from valkyrie.data.token_store import Selection
+from valkyrie.data.selection import Selection
 from valkyrie.errors import DataError
 
 COUNTS = ('documents', 'tokens', 'text_bytes', 'skipped_empty', 'skipped_one_token')

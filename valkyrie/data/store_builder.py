@@ -33,8 +33,8 @@ from valkyrie.data import (
   token_store,
 )
 from valkyrie.data.document_source import TASKS, TaskReader
+from valkyrie.data.selection import Selection
 from valkyrie.data.store_writer import Report, StoreWriter
-from valkyrie.data.token_store import Selection
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import ConfigurationError, DataError, Preempted, converted, storage_errors
 

@@ -23,7 +23,8 @@ import tqdm
 from valkyrie import errors, foreign, packages
 from valkyrie.config import paths, redact
 from valkyrie.data import chat_template, token_store
-from valkyrie.data.token_store import STORE_FILE, Selection, TokenStore, read_information
+from valkyrie.data.selection import Selection
+from valkyrie.data.token_store import STORE_FILE, TokenStore, read_information
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, with_home
 from valkyrie.storage import file_lock, owned, whole_file

@@ -26,8 +26,9 @@ from valkyrie.data import (
   store_fields,
   token_store,
 )
+from valkyrie.data.selection import Selection
 from valkyrie.data.shard_arrays import Document, Report
-from valkyrie.data.token_store import SHARD_FILE, STORE_FILE, Selection
+from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
 from valkyrie.errors import ConfigurationError, DataError, converted, storage_errors
 from valkyrie.storage import file_lock, foreign_names, owned, whole_file
 

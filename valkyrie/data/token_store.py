@@ -23,20 +23,16 @@ Arrays are plain .npy files, which any numpy opens; a slice of a document is one
 """
 
 from collections.abc import Mapping
-import dataclasses
 import hashlib
 import json
 import logging
 import pathlib
-import platform
-import re
 from typing import Any
 
 import numpy as np
 
 from valkyrie import foreign
-from valkyrie.config import paths, redact
-from valkyrie.data import file_names, store_arrays, store_fields
+from valkyrie.data import store_arrays, store_fields
 from valkyrie.data.store_arrays import REBUILD, ArrayFile
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, DataError, converted
@@ -57,65 +53,6 @@ _INTACT = 1
 _DAMAGED = 2
 _LEAST_BYTES = 0.25  # bytes of text that a token usually has
 _MOST_BYTES = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-  """The documents of a store: a split of a task, tokenized.
-
-  A path in `source` becomes absolute, since a relative one names other files in another folder.
-  """
-
-  task: str
-  split: str
-  vocabulary: Vocabulary
-  source: str | None = None
-  options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  unique: bool = False
-
-  def __post_init__(self):
-    if self.source is not None and not paths.is_address(self.source):
-      object.__setattr__(self, 'source', file_names.absolute(self.source))
-
-  def __str__(self) -> str:
-    return f'{self.task}/{self.split}'
-
-  @property
-  def name(self) -> str:
-    """The name of the store's directory: <task>-<split>-<vocabulary>-<origin of the documents>.
-
-    The documents of a task without a `source` may depend on the Python version (python_stdlib), so
-    the version is their origin; otherwise the origin is a hash of the source and the options.
-    """
-    origin = f'python{platform.python_version()}'
-    if self.source is not None:
-      described = self.source
-      if self.options:
-        described += f' {json.dumps(self.options, sort_keys=True)}'
-      origin = hashlib.sha256(described.encode()).hexdigest()[:8]
-    kind, _, digest = self.vocabulary.fingerprint.partition('-')
-    digest, plus, bos = digest.partition('+')
-    vocabulary = f'{digest[:8]}{plus}{bos}'
-    words = [self.task, self.split, kind, vocabulary, origin]
-    if self.unique:
-      words.append('unique')
-    return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
-
-  @property
-  def places(self) -> tuple[str | None, ...]:
-    """The source and the options, which may name files."""
-    return self.source, *self.options.values()
-
-  def recorded(self) -> dict[str, Any]:
-    """The entry of the selection in store.json, without secrets."""
-    return {
-      'task': self.task,
-      'split': self.split,
-      'unique': self.unique,
-      'vocabulary': self.vocabulary.fingerprint,
-      'source': self.source and redact.in_value(self.source),
-      'options': {name: redact.in_value(value) for name, value in self.options.items()},
-    }
 
 
 class TokenStore:

@@ -34,6 +34,7 @@ from valkyrie.run.observers import Profile, Refusals, Saver, Validation
 from valkyrie.run.resume import Origin, RunState
 from valkyrie.run.trainer import Trainer, batches
 from valkyrie.storage import whole_file
+from valkyrie.training import kernel_check
 from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_feed, check_mixers
 from valkyrie.training.spikes import RefusedSteps
@@ -125,7 +126,7 @@ def train(
     progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
     progress.say(*report.system_lines(), *setup.remarks())
     with doing('comparing kernels', progress.say):
-      setup = setup.with_kernels(setup.check_kernels(progress.say))
+      setup = setup.with_kernels(kernel_check.agreeing_lengths(setup, progress.say))
     if weights and directory.latest_step() is None:  # a resumed run no longer needs them
       weights.check_source()
     tokens = feed()

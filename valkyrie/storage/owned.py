@@ -174,12 +174,14 @@ def delete_marked(folder: pathlib.Path) -> bool:
       shutil.rmtree(folder / name)
     elif name != MARK:
       os.unlink(folder / name)
-  os.unlink(folder / MARK)
+  aside = folder.with_name(_temporary_name(folder.name))
+  os.rename(folder / MARK, aside)
   try:
     os.rmdir(folder)
   except OSError:  # a thread of Orbax wrote into it meanwhile
-    mark(folder)
+    os.rename(aside, folder / MARK)  # on a full disk there is no room for another mark
     raise
+  os.unlink(aside)
   return True
 
 

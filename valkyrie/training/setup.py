@@ -1,11 +1,10 @@
 """The parts of a run, checked to fit together, and their train steps on the mesh."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 import copy
 import dataclasses
 import functools
-import itertools
-from typing import Annotated, Any
+from typing import Annotated
 
 import gin
 import jax
@@ -13,14 +12,12 @@ import jax.numpy as jnp
 
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt, Range, Seed, check_fields
-from valkyrie.errors import ConfigurationError, DataError, Disagreement, reason_of
+from valkyrie.errors import ConfigurationError, DataError
 from valkyrie.models import language_model
-from valkyrie.models.attention import kernels
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.model import Model
 from valkyrie.models.parts import sums_of_parts
-from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.gradient_term import gradient_term
@@ -240,70 +237,8 @@ class Setup:
     of_schedule = self.optimizer.ending_at(ends).learning_rate(jnp.int32(step))
     return float(of_schedule * self.curriculum.learning_rate_scale(jnp.int32(step)))
 
-  def by_kernels(self) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
-    """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
-    blocks = language_model.asked(self.settings.model, lambda model: model.blocks())
-    about = self.model.about
-    row_parts = self.partitioner.parts_of('batch')
-    time_parts = self.partitioner.parts_of('time')
-    rows = self.settings.batch_size // row_parts // self.settings.micro_batches
-    mixers = list(itertools.chain.from_iterable(block.mixers for block in blocks))
-    times = {phase.chunk_size // time_parts for phase in self.curriculum.phases}
-    for time in sorted(times):
-      for mixer in mixers:
-        if getattr(mixer, 'kernels', None):
-          shape = (rows, time, about.width)
-          rebuild = functools.partial(dataclasses.replace, mixer)
-          results = functools.partial(kernels.results, rebuild, shape, about.compute_dtype)
-          yield mixer, shape, results
-
-  def check_kernels(self, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
-    """The tokens of pieces on which kernels agree with the plain forms, see `with_kernels`.
-
-    The norm of a difference may be `bound`, four units in the last place of bfloat16, to which TPUs
-    round what they multiply. If a kernel is required, raises a Disagreement
-    if the results differ, and a ConfigurationError if there is no kernel.
-    """
-    agreed = set()
-    failed = set()
-    norm = jnp.linalg.norm
-    for mixer, (rows, time, _), results in self.by_kernels():
-      name = f'{type(mixer).__name__}.kernels'
-      found = ''
-      error = ConfigurationError
-      automatic = None
-      if not self.partitioner.manual:
-        automatic = self.partitioner
-      with ambient.within(partitioner=automatic):
-        misfit = kernels.why_not(mixer.kernels, time)
-      if not misfit:
-        error = Disagreement
-        try:
-          compute_plain = jax.jit(functools.partial(results, False))
-          compute_by_kernel = jax.jit(functools.partial(results, True))
-          plain = compute_plain()
-          kernel = compute_by_kernel()
-          parts = jax.tree.map(lambda x, y: norm(x - y) / (norm(y) + 1e-30), kernel, plain)
-          apart = float(jnp.max(jnp.stack(parts)))
-        except Exception as failure:
-          first, _, _ = reason_of(failure).partition('\n')
-          misfit = f'it fails ({first})'
-        else:
-          found = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
-          if apart > bound:
-            misfit = f'{found}, more than {bound:.2g}'
-      if misfit and mixer.kernels != 'prefer':
-        raise error(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
-      if misfit:
-        say(f'{name}: {misfit}: the plain form is used')
-        failed.add(time)
-      else:
-        say(f'{name}: {found}')
-        agreed.add(time)
-    return agreed - failed
-
   def with_kernels(self, lengths: Collection[int]) -> 'Setup':
-    """This run, with attention by kernels in pieces of so many tokens."""
+    """This run, with attention by kernels in pieces of so many tokens; see `kernel_check`."""
     if not lengths:
       return self
     setup = copy.copy(self)

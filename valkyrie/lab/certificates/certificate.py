@@ -15,6 +15,7 @@ from valkyrie.distributed import compilation_cache
 from valkyrie.lab.certificates import collectives, hlo, topologies, work
 from valkyrie.monitoring import chips
 from valkyrie.packages import version
+from valkyrie.training import kernel_check
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
 
@@ -103,7 +104,7 @@ def _plain_cycles(setup: Setup) -> float:
   one_device = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0])
   flops = 0
   cycles = 0
-  for _, _, results in setup.by_kernels():
+  for _, _, results in kernel_check.kernel_results(setup):
     plain = jax.jit(functools.partial(results, False), out_shardings=one_device)
     compiled = plain.lower().compile()
     for step in work.list_work(hlo.parse(compiled.as_text() or '')):
