@@ -17,6 +17,7 @@ import pytest
 import recurrent_mixers_test
 import tiny
 
+from valkyrie.models.attention import softmax
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.sharding import ambient
 
@@ -268,3 +269,15 @@ def test_documents_never_see_one_another(platform, name, devices):
         expected = rows[n, : len(where)]
         off = np.linalg.norm(found[row, where] - expected)
         assert off < PLATFORMS[platform][1] * np.linalg.norm(expected), (row, where)
+
+
+def test_weights_of_logits_that_are_computed_again_are_at_most_one():
+  """A product of 10^9 in TF32 may be rounded by more than 88, whose exponential is infinite."""
+  ones = jnp.ones((1, 1, 1, 1))
+  part = softmax.Part(ones, ones, ones, jnp.ones((1, 1, 1), bool))
+  _, (parts, dropout, out, log_total) = softmax._attend_forward((part,), None)
+  rounded = log_total - 100  # as if the logit had been smaller in the forward pass
+  residuals = parts, dropout, out, rounded
+  ((cotangent,), _) = softmax.attend_backward(residuals, (ones, jnp.zeros_like(ones)))
+  for gradient, expected in ((cotangent.v, 1), (cotangent.q, 0), (cotangent.k, 0)):
+    np.testing.assert_array_equal(gradient, expected * ones)
