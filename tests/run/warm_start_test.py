@@ -36,6 +36,13 @@ def tensors(run):
           for name, tensor in open_source(str(run)).tensors.items()}  # fmt: skip
 
 
+def test_weights_that_cannot_be_read_are_refused_before_a_text_is_tokenized(tmp_path):
+  """The task does not exist, either: whatever opens it first ends with another message."""
+  weights = f"train.initial_weights = '{tmp_path}/weights'"
+  with pytest.raises(ConfigurationError, match='weights are not there'):
+    tiny_run.train(tmp_path / 'run', tmp_path / 'nothing', data=weights)
+
+
 def test_a_run_begins_where_another_ended_and_resumes_from_its_own(trained, tmp_path, capsys):
   file, original = trained
   source = tmp_path / 'source'
