@@ -143,23 +143,53 @@ class State(NamedTuple):
 
 
 def test_an_obstacle_is_a_reading_that_ends_or_another_array():
-  def differences(state, partial=False):
-    compared.append((state, partial))
-    return ['params/w: float32[3] there, float32[4] here']
-
   def refuse():
     raise ConfigurationError('there is nothing left to read')
 
-  compared = []
-  assert resume.obstacle(GOOD, 2, State(), differences, refuse) == ('there is nothing left to read')
-  assert not compared
+  other_weights = _Stored(['params/w: float32[3] there, float32[4] here'])
+  assert resume.obstacle(GOOD, 2, State(), other_weights.differences, refuse) == (
+    'there is nothing left to read'
+  )
   for rows in (2, 3):
-    said = resume.obstacle(GOOD, rows, State(), differences, lambda: None)
-    assert said == (
+    assert resume.obstacle(GOOD, rows, State(), other_weights.differences, lambda: None) == (
       'the state of this run has other arrays. params/w: float32[3] there, float32[4] here.'
     )
-  assert compared == [(State(), False), ({'params': 'params'}, True)]
-  assert resume.obstacle(GOOD, 2, State(), lambda _: [], lambda: None) == ''
+  equal = _Stored([])
+  assert resume.obstacle(GOOD, 2, State(), equal.differences, lambda: None) == ''
+
+
+def test_weights_beside_another_form_of_the_carry_can_begin_another_run():
+  """As of full attention in version 0.2.0; with other rows, a run resumes with an empty carry."""
+  other_carry = _Stored([], carry=['carry/keys: found float32[4], expected nothing'])
+  said = resume.obstacle(GOOD, 2, State(), other_carry.differences, lambda: None)
+  assert said.startswith('the state of this run has other arrays. carry/keys: found float32[4]')
+  assert '--gin.train.initial_weights=\'"MODEL_DIR"\'' in said
+  assert resume.obstacle(GOOD, 3, State(), other_carry.differences, lambda: None) == ''
+  setup: Any = types.SimpleNamespace(settings=types.SimpleNamespace(batch_size=2), state=State())
+  for stored, is_advised in (
+    (other_carry, True),
+    (_Stored(['params/w: found nothing, expected float32[4]']), False),
+  ):
+    directory: Any = stored
+    with pytest.raises(ConfigurationError) as caught:
+      resume._restored_state(setup, directory, 2)
+    assert ('train.initial_weights' in str(caught.value)) == is_advised
+
+
+class _Stored:
+  """A checkpoint whose fields differ from a state by these lines."""
+
+  def __init__(self, others, carry=()):
+    self._others = others
+    self._carry = [*carry]
+
+  def differences(self, target, partial=False):
+    assert partial == isinstance(target, dict)
+    return self._others if partial else self._others + self._carry
+
+  def restore(self, target):
+    lines = self.differences(target)
+    raise ConfigurationError(f'a checkpoint of another model: {lines[0]}')
 
 
 def test_weights_that_a_resumed_run_would_not_read_are_no_reason_to_go_on():

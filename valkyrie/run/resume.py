@@ -28,6 +28,10 @@ from valkyrie.types import TaskFeed
 from valkyrie.weights.initial import InitialWeights
 
 _SHOWN = 10
+_OTHER_CARRY = (
+  'Only the carry differs: the weights of this run can begin another one. Name a new --model_dir, '
+  'and this one by --gin.train.initial_weights=\'"MODEL_DIR"\'.'
+)
 
 
 class Origin(NamedTuple):
@@ -211,7 +215,12 @@ def unread_weights(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str
 def _restored_state(setup: Setup, directory: CheckpointDirectory, saved_rows: int) -> TrainState:
   """The state of the newest checkpoint; with other rows than it had, every carry is empty."""
   if saved_rows == setup.settings.batch_size:
-    return directory.restore(setup.state)
+    try:
+      return directory.restore(setup.state)
+    except ConfigurationError as error:
+      if directory.differences(without_carry(setup.state), partial=True):
+        raise
+      raise ConfigurationError(f'{message_of(error)} {_OTHER_CARRY}') from error
   restored = directory.restore(without_carry(setup.state), partial=True)
   return TrainState(carry=setup.initial_carry(), **restored)
 
@@ -304,11 +313,14 @@ def obstacle(
     read_on()
   except ConfigurationError as error:
     return message_of(error)
+  lines = state_differences(without_carry(state), partial=True)
+  if lines:
+    return f'the state of this run has other arrays. {lines[0]}.'
   if found['rows'] == rows:
     lines = state_differences(state)
-  else:
-    lines = state_differences(without_carry(state), partial=True)
-  return f'the state of this run has other arrays. {lines[0]}.' if lines else ''
+    if lines:
+      return f'the state of this run has other arrays. {lines[0]}. {_OTHER_CARRY}'
+  return ''
 
 
 def without_carry(state: Any) -> dict[str, Any]:
