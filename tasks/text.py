@@ -27,6 +27,7 @@ from typing import Any, Self
 import urllib.parse
 
 from valkyrie.config import redact
+from valkyrie.data import few_documents
 from valkyrie.data.document_source import DocumentSource, TextDocument, register, stable_hash
 from valkyrie.data.records import STREAMED, Records, StreamedRecords, texts
 from valkyrie.data.source_files import FORMATS, SourceFiles
@@ -231,7 +232,7 @@ def _share_of(held_out: str) -> float | None:
   if not 0 < share < 1:
     raise ConfigurationError(
       f'held_out={held_out} must be a share above 0 and below 1, such as 0.005, or the location of '
-      'other files.'
+      f'other files. Every run validates: to train on all documents, {few_documents.ELSEWHERE}.'
     )
   return share
 

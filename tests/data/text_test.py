@@ -590,8 +590,11 @@ def test_a_streamed_data_set(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize('held_out', ['0', '1.5', '-0.1', 'nan', 'inf', '1e-400'])
 def test_an_impossible_share_is_refused(held_out):
-  with pytest.raises(ConfigurationError, match=f'held_out={held_out} must be a share above 0'):
+  with pytest.raises(
+    ConfigurationError, match=f'held_out={held_out} must be a share above 0'
+  ) as caught:
     TextSource('/data', held_out=held_out)
+  assert 'to train on all documents, name other files that validate' in str(caught.value)
 
 
 @pytest.mark.parametrize('cut', ['0', '-1', '2.5', '1e3', 'True', 'nan', '\N{SUPERSCRIPT TWO}'])

@@ -2,7 +2,7 @@
 
 from valkyrie.data.selection import Selection
 
-_ELSEWHERE = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
+ELSEWHERE = 'name other files that validate: --gin.held_out=\'"/data/validation"\''
 _WITH_MACROS = ('text', 'prompts', 'conversations')  # gin/data has a file with `held_out` for them
 
 
@@ -28,12 +28,12 @@ def more_documents(selection: Selection, cut: int = 2048) -> str:
   if is_fineweb:
     return f'{listed_ways}: add {options} to TaskFeed.options'
   if not options:
-    return _ELSEWHERE
+    return ELSEWHERE
   run_flags = ' '.join(flags)
   build_flags = ' '.join(f'--option={name}={value}' for name, value in options.items())
   return (
     f'{listed_ways}: {run_flags}, with gin/data/mixture.gin '
-    f"'options': {options} of a source, or {build_flags} of build_store; or {_ELSEWHERE}"
+    f"'options': {options} of a source, or {build_flags} of build_store; or {ELSEWHERE}"
   )
 
 
