@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -86,6 +87,46 @@ def storage_errors(
     if advice:
       text += f'. {advice}'
     raise StorageError(text) from error
+
+
+# What to do at the path that a message names, by what the system says when it refuses a write.
+_REMEDIES: dict[int | None, str] = {
+  errno.ENOSPC: 'Make room there',
+  errno.EDQUOT: 'Make room there, or ask for a larger quota',
+  errno.EFBIG: 'Raise the limit on the size of a file (ulimit -f)',
+  errno.EACCES: 'Give this user the right to write there',
+  errno.EPERM: 'Give this user the right to write there',
+  errno.EROFS: 'Mount that file system for writing',
+  errno.EEXIST: 'Move away what is there',
+  errno.ENOTDIR: 'Move away the file in its path, where a folder is expected',
+  errno.EISDIR: 'Move away the folder there, where a file is expected',
+  errno.ENAMETOOLONG: 'Shorten the name',
+  errno.ELOOP: 'Remove the link there',
+}
+
+
+@contextlib.contextmanager
+def write_errors(
+  message: str, otherwise: str = '', note: str = '', also: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+  """As `storage_errors`, of a write: the first advice is the remedy for what the system says.
+
+  Args:
+    message: what cannot be written.
+    otherwise: what the user can do instead: 'name another --output'.
+    note: a last sentence, such as what was not changed.
+    also: more types of errors.
+  """
+  try:
+    yield
+  except (OSError, *also) as error:
+    remedy = _REMEDIES.get(getattr(error, 'errno', None), '')
+    ways = ', or '.join(filter(None, (remedy, otherwise)))
+    sentences = [note]
+    if ways:
+      sentences = [f'{ways[0].upper()}{ways[1:]}.', note]
+    with storage_errors(message, ' '.join(filter(None, sentences)), also):
+      raise
 
 
 def first_of(texts: Sequence[str], most: int) -> list[str]:

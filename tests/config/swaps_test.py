@@ -360,7 +360,7 @@ vocabulary = '{tokenizer}'
 
 def test_a_model_dir_that_is_a_file(train_run, tmp_path):
   (tmp_path / 'run').write_text('kept')
-  with pytest.raises(StorageError, match=r'run.*there is a file of that name') as caught:
+  with pytest.raises(StorageError, match=r'run.*Move away what is there') as caught:
     train_run(tmp_path / 'run')
   assert caught.value.exit_code == 74
   assert (tmp_path / 'run').read_text() == 'kept'

@@ -261,7 +261,7 @@ def test_processes_need_shared_memory_and_the_message_says_so(tmp_path, monkeypa
   monkeypatch.setattr(multiprocessing.context.SpawnContext, 'SimpleQueue', refuse)
   write_texts(tmp_path, 'Text')
   assert build(tmp_path, '--processes=2') == 74
-  assert 'build with --processes=1' in capsys.readouterr().err
+  assert 'uild with --processes=1' in capsys.readouterr().err
   assert build(tmp_path, '--processes=1') == 0
 
 

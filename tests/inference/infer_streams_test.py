@@ -116,7 +116,7 @@ def test_an_output_that_the_disk_does_not_take_leaves_nothing(tmp_path):
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
   try:
-    with pytest.raises(StorageError, match='make room'), _writer(f'{tmp_path}/a') as file:
+    with pytest.raises(StorageError, match='ulimit -f'), _writer(f'{tmp_path}/a') as file:
       print('a line' * 100, file=file, flush=True)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,9 +1,12 @@
 """Whole files: what a user has under the same name stays."""
 
+import errno
+import os
+
 import pytest
 
 from valkyrie.data import vocabularies
-from valkyrie.errors import StorageError
+from valkyrie.errors import StorageError, write_errors
 from valkyrie.storage import whole_file
 
 
@@ -30,6 +33,43 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
   (tmp_path / 'taken').write_text('')
   with pytest.raises(StorageError, match=r'model_info\.txt cannot be written.*another --model_dir'):
     whole_file.write_version(tmp_path / 'taken/model_info.txt', b'')
+
+
+@pytest.mark.parametrize(
+  ('name', 'remedy'),
+  [
+    ('file/below', 'Move away the file in its path, where a folder is expected'),
+    ('folder', 'Move away the folder there, where a file is expected'),
+    ('loop/file', 'Remove the link there'),
+    ('loop', 'Move away what is there'),
+    ('n' * 300 + '/file', 'Shorten the name'),
+    (errno.ENOSPC, 'Make room there'),
+    (errno.EDQUOT, 'Make room there'),
+    (errno.EFBIG, 'Raise the limit on the size of a file'),
+    (errno.EACCES, 'Give this user the right to write there'),
+    (errno.EPERM, 'Give this user the right to write there'),
+    (errno.EROFS, 'Mount that file system for writing'),
+    (errno.EIO, 'Name another'),
+  ],
+)
+def test_the_advice_fits_what_the_system_says(name, remedy, tmp_path):
+  (tmp_path / 'file').write_text('of a user')
+  (tmp_path / 'folder').mkdir()
+  (tmp_path / 'loop').symlink_to('loop')
+  with (
+    pytest.raises(StorageError) as caught,
+    write_errors('a file cannot be written', 'name another', 'Nothing was changed.'),
+  ):
+    if isinstance(name, int):
+      raise OSError(name, os.strerror(name))
+    if name == 'loop':
+      (tmp_path / name).mkdir()
+    with open(tmp_path / name, 'wb'):
+      pass
+  _, _, advice = str(caught.value).partition('. ')
+  assert advice.startswith(remedy)
+  assert advice.lower().endswith('name another. nothing was changed.')
+  assert ('room' in advice) == (name in (errno.ENOSPC, errno.EDQUOT))
 
 
 def test_a_run_keeps_another_tokenizer_in_its_folder(tmp_path):

@@ -18,7 +18,14 @@ from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, DiskFiles, is_step
-from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors, with_home
+from valkyrie.errors import (
+  ConfigurationError,
+  StorageError,
+  first_of,
+  storage_errors,
+  with_home,
+  write_errors,
+)
 from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
@@ -68,14 +75,12 @@ class DiskSteps:
 
     Returns whether there is room: a run with several steps can make some (`make_room`).
     """
-    with storage_errors(
+    with write_errors(
       f'--model_dir={self._root} is not a directory that can be written',
-      'Nothing was changed. Name another --model_dir, or make room there.',
+      'name another --model_dir',
+      'Nothing was changed.',
     ):
-      try:
-        self._root.mkdir(parents=True, exist_ok=True)
-      except (FileExistsError, NotADirectoryError) as error:
-        raise OSError('there is a file of that name, or above it') from error
+      self._root.mkdir(parents=True, exist_ok=True)
       try:
         with tempfile.TemporaryFile(dir=self._root) as trial:
           trial.write(bytes(4096))

@@ -36,7 +36,14 @@ from valkyrie.data.document_source import TASKS, TaskReader
 from valkyrie.data.selection import Selection
 from valkyrie.data.store_writer import Report, StoreWriter
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import ConfigurationError, DataError, Preempted, converted, storage_errors
+from valkyrie.errors import (
+  ConfigurationError,
+  DataError,
+  Preempted,
+  converted,
+  storage_errors,
+  write_errors,
+)
 
 DEFAULT_SHARDS = 8
 
@@ -198,8 +205,8 @@ def _in_processes(
   """Builds shards in `count` processes; raises the first error, and ends the others."""
   context = multiprocessing.get_context('spawn')
   failed = f'--processes={count} needs semaphores of the system, in its shared memory (/dev/shm)'
-  advice = 'Make room there, or build with --processes=1.'
-  with storage_errors(failed, advice, also=(ImportError, NotImplementedError)):
+  otherwise = 'build with --processes=1'
+  with write_errors(failed, otherwise, also=(ImportError, NotImplementedError)):
     reports = context.SimpleQueue()
     builders = futures.ProcessPoolExecutor(count, context, _start, (opened, reports))
   with builders as pool:

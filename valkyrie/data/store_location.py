@@ -182,7 +182,11 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
   if (local / STORE_FILE).exists():
     return local
   with (
-    errors.storage_errors(f'{remote} cannot be copied to {local}', 'Complete files are kept.'),
+    errors.write_errors(
+      f'{remote} cannot be copied to {local}',
+      'name a folder on another disk in VALKYRIE_CACHE',
+      'Complete files are kept.',
+    ),
     file_lock.held(local / '.lock', f'copy {remote} to {local}', heartbeat.beat),
   ):
     if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile

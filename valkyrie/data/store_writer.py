@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie import foreign
+from valkyrie import errors, foreign
 from valkyrie.data import (
   few_documents,
   shard_arrays,
@@ -29,7 +29,7 @@ from valkyrie.data import (
 from valkyrie.data.selection import Selection
 from valkyrie.data.shard_arrays import Document, Report
 from valkyrie.data.token_store import SHARD_FILE, STORE_FILE
-from valkyrie.errors import ConfigurationError, DataError, converted, storage_errors
+from valkyrie.errors import ConfigurationError, DataError, converted
 from valkyrie.storage import file_lock, foreign_names, owned, whole_file
 
 
@@ -325,7 +325,8 @@ def _recorded(file: pathlib.Path) -> dict[str, Any]:
 
 def write_errors(path: pathlib.Path):
   """Converts an OSError inside the block to a StorageError."""
-  return storage_errors(
+  return errors.write_errors(
     f'The token store {path} cannot be written',
-    'Free space there, or use another directory. Finished shards are kept.',
+    'use another directory',
+    'Finished shards are kept.',
   )

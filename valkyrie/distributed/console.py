@@ -9,7 +9,7 @@ import sys
 from typing import Any, TextIO, cast
 
 from valkyrie.distributed.unread import UnreadStream, may_wait
-from valkyrie.errors import StorageError, ValkyrieError, reason_of, storage_errors
+from valkyrie.errors import StorageError, ValkyrieError, reason_of, write_errors
 from valkyrie.foreign import shown_lines
 
 # The signals that ask a process to save and end.
@@ -162,12 +162,12 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def standard_output(advice: str) -> Iterator[TextIO]:
+def standard_output(otherwise: str) -> Iterator[TextIO]:
   """Standard output, in UTF-8, of a program whose result it is, and waits for its reader.
 
   A file or pipe gets the result as it is. A terminal is shown the characters that it would obey.
 
-  Raises a StorageError with the advice if it is closed or cannot be written.
+  Raises a StorageError if it is closed or cannot be written; `otherwise` is what to do instead.
   """
   stream: Any = sys.stdout
   raw: UnreadStream | None = None
@@ -175,7 +175,7 @@ def standard_output(advice: str) -> Iterator[TextIO]:
     raw = stream.raw
     stream = stream.stream
   if stream is None:
-    raise StorageError(f'Standard output is closed. Open it, or {advice}')
+    raise StorageError(f'Standard output is closed. Open it, or {otherwise}.')
   if isinstance(stream, io.TextIOWrapper):  # not in a notebook
     stream.reconfigure(encoding='utf-8')
   file = stream
@@ -185,7 +185,7 @@ def standard_output(advice: str) -> Iterator[TextIO]:
     if raw is not None:
       stack.enter_context(raw.patiently())
     stack.callback(_drop_the_rest, stream)
-    with storage_errors('Standard output cannot be written', f'Make room, or {advice}'):
+    with write_errors('Standard output cannot be written', otherwise):
       yield file
       stream.flush()
 
@@ -194,7 +194,7 @@ def printed(text_of: Callable[[], str]) -> int:
   """Prints a text, which is the result of the program; returns the exit code of its errors."""
   try:
     text = text_of()
-    with standard_output('name another file after >.') as file:
+    with standard_output('name another file after >') as file:
       file.write(text)
   except ValkyrieError as error:
     print(shown_lines(f'valkyrie: {error}'), file=sys.stderr)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.errors import ConfigurationError, StorageError, storage_errors
+from valkyrie.errors import ConfigurationError, StorageError, write_errors
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.storage import owned
 from valkyrie.types import Array, Carry, Params
@@ -97,7 +97,7 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
     raise StorageError(f'{path} is there already. Name another file, or delete it.')
   leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
   metadata = {**origin, _CONTENT: _digest(leaves)}
-  failure = storage_errors(f'{path} cannot be written', 'Name another file, or make room.')
+  failure = write_errors(f'{path} cannot be written', 'name another file')
   with failure, owned.temporary_folder(path) as folder:
     file = folder / path.name
     named_tensors.write(file, leaves, metadata)

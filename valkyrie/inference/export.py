@@ -26,8 +26,8 @@ from valkyrie.errors import (
   ConfigurationError,
   StorageError,
   check_choice,
-  storage_errors,
   with_home,
+  write_errors,
 )
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models.language_model import LanguageModel
@@ -138,7 +138,7 @@ def export(
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
   message = f'{folder} cannot be written'
-  with storage_errors(message, 'Name another --output.'), owned.new_folder(folder) as unfinished:
+  with write_errors(message, 'name another --output'), owned.new_folder(folder) as unfinished:
     # transformers asks for this format; it says nothing about the content.
     named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
     (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')

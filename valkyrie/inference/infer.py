@@ -167,7 +167,7 @@ def _read_conversations(location: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def _writer(output: str | None) -> Iterator[TextIO]:
   if output is None:
-    with console.standard_output('name an --output.') as file:
+    with console.standard_output('name an --output') as file:
       yield file
     return
   output = errors.with_home(output)
@@ -175,7 +175,7 @@ def _writer(output: str | None) -> Iterator[TextIO]:
     raise errors.StorageError(f'{output} is there already. Name another --output.')
   # An interruption or a full disk leaves no part, which would be in the way of the next try.
   with (
-    errors.storage_errors(f'{output} cannot be written', 'Name another --output, or make room.'),
+    errors.write_errors(f'{output} cannot be written', 'name another --output'),
     owned.new_file(pathlib.Path(output), replaces=False) as content,
   ):
     file = io.TextIOWrapper(content, encoding='utf-8')

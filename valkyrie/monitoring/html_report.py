@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = pathlib.Path(with_home(flags.output))
     if output.exists():
       raise StorageError(f'{output} is there already. Name another --output.')
-    whole_file.write(output, text.encode(errors='replace'), 'Name another --output.')
+    whole_file.write(output, text.encode(errors='replace'), 'name another --output')
   except ValkyrieError as error:
     print(f'valkyrie: {error}', file=sys.stderr)
     return error.exit_code

@@ -11,7 +11,7 @@ import time
 from typing import Any, BinaryIO
 
 from valkyrie import foreign
-from valkyrie.errors import end_after, storage_errors
+from valkyrie.errors import end_after, storage_errors, write_errors
 from valkyrie.monitoring.patience import (
   AT_THE_END,
   PATIENCE,
@@ -76,8 +76,8 @@ class JsonLines(contextlib.AbstractContextManager['JsonLines']):
     says so by `say`, and raises StorageError then.
     """
     message = f'{path} cannot be written'
-    advice = 'Make room there, or name another --model_dir, and run the same command again.'
-    self._storage_errors = functools.partial(storage_errors, message, advice)
+    otherwise = 'name another --model_dir, and run the same command again'
+    self._write_errors = functools.partial(write_errors, message, otherwise)
     self._path = pathlib.Path(os.path.abspath(path))
     self._patience = patience
     self._say = say
@@ -87,7 +87,7 @@ class JsonLines(contextlib.AbstractContextManager['JsonLines']):
     self.sync()
 
   def _opened(self) -> BinaryIO:
-    with self._storage_errors():
+    with self._write_errors():
       held_folder.place(self._path.parent).mkdir(parents=True, exist_ok=True)
       return appended.opened(self._path)
 
@@ -153,7 +153,7 @@ class JsonLines(contextlib.AbstractContextManager['JsonLines']):
     patiently(self._sync, self._patience, self._say)
 
   def _sync(self) -> None:
-    with self._storage_errors():
+    with self._write_errors():
       self._append_left()
       os.fsync(self._file.fileno())
 

@@ -94,7 +94,7 @@ class Tracking:
 def _id(model_dir: pathlib.Path, say: Callable[[str], None] = print) -> str:
   """The content of model_dir/tracking_id, which is created once."""
   file = model_dir / 'tracking_id'
-  advice = 'Make room, or pass another --model_dir.'
+  advice = 'Move it away, or pass another --model_dir.'
   with storage_errors(f'{file} cannot be used', advice, also=(ValueError,)):
     if not file.exists():
       new = uuid.uuid4().hex

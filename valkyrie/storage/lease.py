@@ -21,7 +21,7 @@ import uuid
 import weakref
 
 from valkyrie import foreign
-from valkyrie.errors import StorageError, Unreachable, ValkyrieError, storage_errors
+from valkyrie.errors import StorageError, Unreachable, ValkyrieError, write_errors
 from valkyrie.storage import appended, held_folder, holder, locks, owned, whole_file
 
 BEAT_SECONDS = 10.0
@@ -48,8 +48,7 @@ class Lease(abc.ABC):
     token = uuid.uuid4().hex
     self._let_go = weakref.finalize(self, holder.marked(token).close)  # also if no lease is taken
     self._writing = threading.Lock()
-    advice = 'Make it writable, or name another --model_dir.'
-    with storage_errors(f'{place} cannot be locked', advice):
+    with write_errors(f'{place} cannot be locked', 'name another --model_dir'):
       self.content, self._version = self._taken(token)  # what this process wrote last
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._renew, name='lease', daemon=True)
@@ -205,8 +204,7 @@ class DiskLock:
     self._directory = directory
     self._process = process
     self._lease: _FileLease | None = None
-    advice = 'Make it writable, or name another --model_dir.'
-    failure = storage_errors(f'{self._path} cannot be locked', advice)
+    failure = write_errors(f'{self._path} cannot be locked', 'name another --model_dir')
     with failure, contextlib.ExitStack() as stack:
       self._folder = held_folder.HeldFolder(directory, self._check_lease)
       stack.callback(self._folder.release)

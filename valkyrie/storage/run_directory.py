@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import threading
 
-from valkyrie.errors import end_after, reason_of, storage_errors, usable_path
+from valkyrie.errors import end_after, reason_of, storage_errors, usable_path, write_errors
 from valkyrie.storage import foreign_names, owned
 from valkyrie.storage.bucket import Bucket, is_bucket
 
@@ -28,8 +28,8 @@ class BucketDirectory(os.PathLike):
   def __init__(self, address: str):
     """Copies the files of a run; raises as `copy`, and StorageError without a temporary folder."""
     self.bucket = Bucket(address)
-    advice = 'Make room, or set TMPDIR to a folder that can be written.'
-    with storage_errors(f'The local copy of {address} has no place', advice):
+    otherwise = 'set TMPDIR to a folder that can be written'
+    with write_errors(f'The local copy of {address} has no place', otherwise):
       self._folder = tempfile.TemporaryDirectory(prefix='valkyrie-', ignore_cleanup_errors=True)
       _, _, name = address.rstrip('/').rpartition('/')
       self._local = pathlib.Path(self._folder.name, name)

@@ -5,13 +5,13 @@ import os
 import pathlib
 
 from valkyrie import foreign
-from valkyrie.errors import storage_errors
+from valkyrie.errors import write_errors
 from valkyrie.storage import held_folder, owned
 
 
-def write(path: pathlib.Path, content: bytes | str, advice: str = 'Make room there.') -> None:
-  """Writes a file, or replaces it; raises a StorageError with the advice if that fails."""
-  with storage_errors(f'{path} cannot be written', advice):
+def write(path: pathlib.Path, content: bytes | str, otherwise: str = '') -> None:
+  """Writes a file, or replaces it; raises a StorageError as `write_errors` if that fails."""
+  with write_errors(f'{path} cannot be written', otherwise):
     place = held_folder.place(path)
     place.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, str):
@@ -21,20 +21,20 @@ def write(path: pathlib.Path, content: bytes | str, advice: str = 'Make room the
 
 
 def write_version(
-  path: pathlib.Path, content: bytes, advice: str = 'Make room, or pass another --model_dir.'
+  path: pathlib.Path, content: bytes, otherwise: str = 'pass another --model_dir'
 ) -> None:
   """As `write`; an earlier file with another content stays as NAME.1, NAME.2, ...
 
   A folder that a user names may have a file of theirs under a name that a run uses.
   """
-  with storage_errors(f'{path} cannot be written', advice, also=(ValueError,)):
+  with write_errors(f'{path} cannot be written', otherwise, also=(ValueError,)):
     place = held_folder.place(path)
     if place.is_file():
       old = foreign.content(place)
       if old == content:
         return
-      write(_free_number(path), old, advice)
-    write(path, content, advice)
+      write(_free_number(path), old, otherwise)
+    write(path, content, otherwise)
 
 
 def _free_number(path: pathlib.Path) -> pathlib.Path:

@@ -27,7 +27,7 @@ from valkyrie.config import paths
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.load import override_gin
 from valkyrie.distributed import processes
-from valkyrie.errors import ConfigurationError, Disagreement, message_of, storage_errors
+from valkyrie.errors import ConfigurationError, Disagreement, message_of, write_errors
 from valkyrie.lab.verification import verify_forms
 from valkyrie.lab.verification.verify_numbers import Computation, Numbers, compiler_options
 from valkyrie.monitoring.waiting import doing
@@ -235,7 +235,7 @@ def _saved_and_restored(setup: Setup, state: TrainState, place: pathlib.Path) ->
   with contextlib.ExitStack() as stack:
     folder_name = None
     if jax.process_index() == 0:
-      with storage_errors(f'{place.parent} cannot be written', 'Pass another --model_dir.'):
+      with write_errors(f'{place.parent} cannot be written', 'pass another --model_dir'):
         folder_name = stack.enter_context(owned.temporary_folder(place)).name
     first, *_ = processes.exchange('verify', folder_name)
     with Checkpoints().open(place.with_name(first)) as directory:
