@@ -205,7 +205,8 @@ class Averaged(Optimizer):
   def __init__(self, last_step: int, horizon: int, **options: Any):
     """horizon: the steps over which the average reaches back."""
     super().__init__(**options)
-    self._last_step, self._share = last_step, 1 / horizon
+    self._last_step = last_step
+    self._weight = 1 / horizon
 
   def init(self, params, kinds):
     return super().init(params, kinds), (jnp.zeros((), jnp.int32), params)
@@ -213,7 +214,7 @@ class Averaged(Optimizer):
   def update(self, gradients, state, params, learning_rate, kinds):
     inner, (step, average) = state
     params, inner = super().update(gradients, inner, params, learning_rate, kinds)
-    average = optax.incremental_update(params, average, self._share)
+    average = optax.incremental_update(params, average, self._weight)
     is_last = step + 1 == self._last_step
     params = jax.tree.map(lambda new, old: jnp.where(is_last, old, new), params, average)
     return params, (inner, (step + 1, average))

@@ -119,6 +119,7 @@ def test_a_decoder_is_a_llama(run, tmp_path, more):
   arrays = load_file(tmp_path / 'out' / 'model.safetensors')
   kind = 'Mistral' if more == MISTRAL else 'Qwen3' if 'norm' in more else 'Llama'
   assert config['architectures'] == [f'{kind}ForCausalLM'] and config['vocab_size'] == 259
+  assert config['pad_token_id'] is None and config['eos_token_id'] == 1
   tied = more == 'LanguageModel.embedding_scale = 1.0'
   assert config['tie_word_embeddings'] == tied == ('lm_head.weight' not in arrays)
   loaded = valkyrie.load(tmp_path / 'run')

@@ -126,6 +126,7 @@ def export(
     config, scale = theirs
     config['eos_token_id'] = loaded.tokenizer.eos_id
     config['bos_token_id'] = next(iter(loaded.tokenizer.bos), None)
+    config['pad_token_id'] = None  # a class there may expect one beyond this vocabulary
     if not config['tie_word_embeddings']:
       arrays.setdefault('unembedding', arrays['embedding'])
     embedding = arrays['embedding']

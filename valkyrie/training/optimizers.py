@@ -120,14 +120,14 @@ class Optimizer:
     for one in self._algorithms.values():
       nature(one)
     self._peak = learning_rate
-    self._share_until = functools.partial(
+    self._schedule_until = functools.partial(
       schedule_of,
       schedule,
       warmup_steps=warmup_steps,
       final=final_learning_rate_scale,
       cooldown=cooldown,
     )
-    self._share = self._share_until(train_steps=train_steps)
+    self._schedule = self._schedule_until(train_steps=train_steps)
 
   def preceded_by(self, groups: Sequence[Group]) -> 'Optimizer':
     """This optimizer, with groups before its own."""
@@ -139,12 +139,12 @@ class Optimizer:
     """This optimizer, with a schedule that ends at another step."""
     other = copy.copy(self)
     other.train_steps = train_steps
-    other._share = self._share_until(train_steps=train_steps)
+    other._schedule = self._schedule_until(train_steps=train_steps)
     return other
 
   def learning_rate(self, step: Array) -> Array:
     """The schedule's learning rate at a step, counted from 0."""
-    return jnp.asarray(self._peak * self._share(step), jnp.float32)
+    return jnp.asarray(self._peak * self._schedule(step), jnp.float32)
 
   def init(self, params: Params, kinds: Any) -> Any:
     """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`.
