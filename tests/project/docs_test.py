@@ -19,6 +19,7 @@ import subprocess
 import sys
 
 import gin
+from hybrid_classes_reference import Qwen35
 import llama_reference
 import pytest
 from safetensors.numpy import save_file
@@ -54,6 +55,7 @@ S5.hippo_blocks = 2
 """
 RECURRENT = HYBRID.replace('layers = 6', 'layers = 2').replace(', @local/Block', ',')
 HYBRID_PAGES = 'export', 'finetune', 'optimizers'
+QWEN = ['linear_attention', 'full_attention']  # the layers of my_qwen, whose tokens are bytes
 COMING_FROM = (ROOT / 'docs' / 'coming_from.md').read_text()
 BLOCKS = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 
@@ -71,6 +73,7 @@ def test_pages_have_examples():
     'layouts',
     'use',
     'export',
+    'hybrids',
     'tutorial',
   } <= {page for page, blocks in BLOCKS.items() if blocks}
   assert all(block.count('\n') < 50 for blocks in BLOCKS.values() for *_, block in blocks)
@@ -195,7 +198,10 @@ def inputs(tmp_path_factory):
     json.dumps({'question': f'Text {n}? ', 'reply': f'This is text number {n}.'}) for n in range(80)
   )
   (folder / 'my_answers.jsonl').write_text('\n'.join(answers))
-  _write_llama(folder / 'my_llama')
+  llama = llama_reference.config(vocab_size=259)
+  _write_weights(folder / 'my_llama', llama, llama_reference.tensors(llama))
+  qwen = Qwen35.config(vocab_size=264, num_hidden_layers=2, layer_types=QWEN)
+  _write_weights(folder / 'my_qwen', qwen, Qwen35.tensors(qwen))
   _write_conversations(folder)
   (folder / 'gin' / 'models').mkdir(parents=True)
   return folder
@@ -265,9 +271,8 @@ def _write_conversations(folder):
     (folder / f'{name}.jsonl').write_text('\n'.join(rows))
 
 
-def _write_llama(folder):
-  """A Llama of bytes with random weights, as Hugging Face keeps it."""
-  config = llama_reference.config(vocab_size=259)
+def _write_weights(folder, config, weights):
+  """A model as Hugging Face keeps it."""
   folder.mkdir()
   (folder / 'config.json').write_text(json.dumps(config))
-  save_file(llama_reference.tensors(config), folder / 'model.safetensors')
+  save_file(weights, folder / 'model.safetensors')
