@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 
 import gin
 import jax
@@ -188,6 +189,8 @@ def test_a_tokenizer_goes_with_the_model(run, tmp_path):
   tiny_run.write_tokenizer(tmp_path / 'mine.json')
   beside = {'eos_token': '<|endoftext|>', 'add_bos_token': True, 'bos_token': '!'}
   (tmp_path / 'tokenizer_config.json').write_text(json.dumps(beside))
+  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [5, 7]}')
+  os.mkfifo(tmp_path / 'special_tokens_map.json')
   folder = tmp_path / 'text'
   folder.mkdir()
   for number in range(40):
@@ -205,6 +208,9 @@ TaskFeed.data_dir = '{tmp_path / 'stores'}'
   assert code == 0, said
   assert (tmp_path / 'out' / 'tokenizer.json').read_bytes() == (tmp_path / 'mine.json').read_bytes()
   assert (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  kept = (tmp_path / 'out' / 'generation_config.json').read_text()
+  assert kept == '{"eos_token_id": [5, 7]}'
+  assert not (tmp_path / 'out' / 'special_tokens_map.json').exists()
   assert json.loads((tmp_path / 'out' / 'config.json').read_text())['bos'] == [0]
 
   # The run has kept it, too, and moves with it.

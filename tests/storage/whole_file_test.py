@@ -86,6 +86,25 @@ def test_a_run_keeps_another_tokenizer_in_its_folder(tmp_path):
     assert (tmp_path / f'{name}.1').read_text() == 'of a user'
 
 
+def test_files_for_other_programs_are_kept_beside_a_tokenizer(tmp_path, caplog):
+  own = tmp_path / 'own'
+  own.mkdir()
+  (own / 'my.json').write_text('{}')
+  (own / 'generation_config.json').write_text('{"eos_token_id": [5, 7]}')
+  os.mkfifo(own / 'special_tokens_map.json')
+  run = tmp_path / 'run'
+  run.mkdir()
+  vocabularies.copy(_Vocabulary(own / 'my.json'), run)
+  assert (run / 'generation_config.json').read_text() == '{"eos_token_id": [5, 7]}'
+  assert not (run / 'special_tokens_map.json').exists()
+  assert f'special_tokens_map.json is not copied to {run}' in caplog.text
+  with (own / 'generation_config.json').open('wb') as large:
+    large.truncate(2**24 + 1)
+  vocabularies.copy(_Vocabulary(own / 'my.json'), run)
+  assert (run / 'generation_config.json').read_text() == '{"eos_token_id": [5, 7]}'
+  assert 'it has 16,777,217 bytes, expected at most 16,777,216' in caplog.text
+
+
 class _Vocabulary:
   def __init__(self, file):
     self.file = file

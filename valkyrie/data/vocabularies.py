@@ -17,6 +17,7 @@ import filecmp
 import functools
 import hashlib
 import logging
+import os
 import pathlib
 import re
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ _CONTEXT = 64  # characters that decide how the text after them begins
 ANY_TEXT = '#'  # stand-in for preceding text that is unknown
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
 _WITH_BOS = re.compile('(Code)?(Llama|Gemma)Tokenizer(Fast)?')
+# Files beside a tokenizer that tell other programs where its texts end, and how to sample them.
+_FOR_OTHERS = ('generation_config.json', 'special_tokens_map.json')
+_LARGEST_FOR_OTHERS = 2**24  # bytes
 
 
 class Vocabulary(Protocol):
@@ -334,7 +338,8 @@ def load(specification: str) -> Vocabulary:
 def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   """Copies the files of a vocabulary to FOLDER/tokenizer.json or .model, if it has any.
 
-  Raises a StorageError if the folder cannot be written.
+  A file for other programs that cannot be read is left out, with a warning. Raises a StorageError
+  if the folder cannot be written.
   """
   if vocabulary.file is None:
     return
@@ -342,15 +347,29 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   source = vocabulary.file.parent
   files = [vocabulary.file, source / tokenizer_config.NAME, *template_files.found(source)]
   for file in files:
-    if not file.is_file():
+    if file.is_file():
+      name = str(file.relative_to(source))
+      _copy(file, folder / names.get(name, name), tokenizer_file.LARGEST)
+  for name in _FOR_OTHERS:
+    file = source / name
+    if not os.path.lexists(file):
       continue
-    name = str(file.relative_to(source))
-    copied = folder / names.get(name, name)
-    is_copied = copied.is_file() and filecmp.cmp(file, copied, shallow=False)
-    if not is_copied:
-      content = foreign.content(file, tokenizer_file.LARGEST)
-      copied.parent.mkdir(exist_ok=True)
-      whole_file.write_version(copied, content)
+    try:
+      _copy(file, folder / name, _LARGEST_FOR_OTHERS)
+    except (OSError, ValueError) as error:
+      _warn_once(
+        f'{file} is not copied to {folder} ({reason_of(error)}). Nothing here reads it; copy it '
+        'beside an export for other programs.'
+      )
+
+
+def _copy(file: pathlib.Path, copied: pathlib.Path, largest: int) -> None:
+  """Copies a file of at most `largest` bytes, unless the same content is there."""
+  if copied.is_file() and filecmp.cmp(file, copied, shallow=False):
+    return
+  content = foreign.content(file, largest)
+  copied.parent.mkdir(exist_ok=True)
+  whole_file.write_version(copied, content)
 
 
 @gin.configurable

@@ -44,7 +44,7 @@ _CARD = """# {name}
 | --- | --- |
 | `model.safetensors` | the tensors, by {whose} names |
 | `config.json` | {whose} configuration |
-| `tokenizer.*` | the tokenizer, unless the model reads bytes |
+| other files | the tokenizer and what is kept beside it, unless the model reads bytes |
 
 {use}
 """
