@@ -15,8 +15,8 @@ from valkyrie import foreign, packages
 from valkyrie.checkpoint import manifest, steps
 from valkyrie.config import parse, record
 from valkyrie.data import (
+  line_rows,
   provenance,
-  records,
   store_builder,
   store_writer,
   token_store,
@@ -223,7 +223,7 @@ def test_a_line_that_is_too_long_is_refused_before_it_is_read(
   tmp_path, monkeypatch, suffix, compressed
 ):
   monkeypatch.setattr(foreign, 'LONGEST_LINE', 10**4)
-  monkeypatch.setattr(records, '_LONGEST_VALUE', 10**4)
+  monkeypatch.setattr(line_rows, '_LONGEST_VALUE', 10**4)
   file = tmp_path / f'a{suffix}{compressed}'
   for letters, refused in ((9000, False), (10**7, True)):
     text = 'a' * letters

@@ -116,6 +116,9 @@ def test_a_folder_computes_its_equations_and_is_written_back(tmp_path, name):
     back, _ = loaded(again, model)
   jax.tree.map(np.testing.assert_array_equal, back, params)
   theirs = json.loads((again / 'config.json').read_text())
+  for field, value in theirs.items():
+    if type(config.get(field)) is int and field != 'expand_v':  # transformers reads no other type
+      assert type(value) is int, field
   found = reference.logits({**config, **theirs}, open_arrays(again), TOKENS)
   np.testing.assert_allclose(found, expected[: len(TOKENS)], rtol=0, atol=1e-12)
   gin.clear_config()
@@ -414,6 +417,15 @@ def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, binding, m
   load_gin(files, [], modules=CONFIGURABLE_MODULES)
   with pytest.raises(ConfigurationError, match=f'gated_deltanet: {message}'):
     huggingface.export_of(LanguageModel)
+  gin.clear_config()
+
+
+def test_mamba2_with_channels_of_another_width_is_written_as_nemotron_h(tmp_path):
+  """The class mamba2 has a whole multiple of the width, whose factor transformers reads."""
+  (tmp_path / 'model.gin').write_text(huggingface.gin_text(Mamba2.config(num_heads=4)))
+  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
+  config, _ = huggingface.export_of(LanguageModel)
+  assert config['model_type'] == 'nemotron_h' and config['mamba_num_heads'] == 4
   gin.clear_config()
 
 

@@ -76,13 +76,19 @@ class Mamba2(Hybrid):
   def _fields_of(self, facts: Facts) -> dict[str, Any] | str:
     mamba = facts.first('Mamba2')
     inner = mamba['heads'] * mamba['head_width']
+    width = facts.sizes['hidden_size']
+    if inner % width:
+      return (
+        f'Mamba2.heads x head_width = {inner}, where the class has a multiple of '
+        f'LanguageModel.d_model = {width}'
+      )
     return {
       'num_heads': mamba['heads'],
       'head_dim': mamba['head_width'],
       'state_size': mamba['state_size'],
       'n_groups': mamba['groups'],
       'conv_kernel': mamba['taps'],
-      'expand': inner / facts.sizes['hidden_size'],  # which must give F there
+      'expand': inner // width,
       'use_conv_bias': mamba['convolution_bias'],
       'use_bias': False,
       'hidden_act': 'silu',
