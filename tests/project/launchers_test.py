@@ -98,7 +98,7 @@ def test_the_trial_of_the_slurm_launcher_says_what_it_needs(tmp_path):
     capture_output=True,
     text=True,
     check=False,
-    env={'PATH': str(tmp_path), 'PYTHONPATH': f'{SCRIPTS.parent}:{SCRIPTS.parent}/tests'},
+    env={'PATH': str(tmp_path), 'PYTHONPATH': f'{SCRIPTS.parent}/tests:{SCRIPTS}/experiments'},
   )
   assert done.returncode == 2 and 'apt install slurm-wlm munge' in done.stderr
   assert 'slurmctld' in done.stderr and 'Traceback' not in done.stderr

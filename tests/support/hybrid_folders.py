@@ -1,0 +1,81 @@
+"""Small folders of hybrids: written, read in float64, and written back."""
+
+import json
+
+import gated_deltanet_reference
+from hybrid_classes_reference import Mamba2, NemotronH, OlmoHybrid, Qwen35
+import jax
+import jax.numpy as jnp
+from safetensors.numpy import save_file
+import tiny
+
+from valkyrie.config.load import load_gin
+from valkyrie.main import CONFIGURABLE_MODULES
+from valkyrie.models import language_model
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.weights import huggingface, named_tensors
+from valkyrie.weights.initial import InitialWeights
+
+DELTA = gated_deltanet_reference
+MODELS = {
+  'delta hybrid': (DELTA, DELTA.config()),
+  'delta': (
+    DELTA,
+    DELTA.config(attn=None, num_v_heads=None, conv_size=4, tie_word_embeddings=True,
+                 allow_neg_eigval=False, num_hidden_layers=2, expand_v=2),
+  ),
+  'qwen': (Qwen35, Qwen35.config()),
+  'olmo': (OlmoHybrid, OlmoHybrid.config()),
+  'olmo with positions': (
+    OlmoHybrid,
+    OlmoHybrid.config(rope_parameters={'rope_type': 'default', 'rope_theta': 100.0},
+                      linear_allow_neg_eigval=False, tie_word_embeddings=True),
+  ),
+  'mamba': (Mamba2, Mamba2.config()),
+  'nemotron': (NemotronH, NemotronH.config()),
+}  # fmt: skip
+
+
+def write(folder, config, weights):
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  save_file(weights, folder / 'model.safetensors')
+  return folder
+
+
+def model_of(folder, tmp_path):
+  """The model in float64 that the printed gin file describes."""
+  file = tmp_path / 'model.gin'
+  file.write_text(huggingface.gin_text(huggingface.configuration(folder)))
+  flags = ["--gin.LanguageModel.compute_dtype='float64'"]
+  load_gin([str(file)], flags, modules=CONFIGURABLE_MODULES)
+  return language_model.transform(LanguageModel)
+
+
+def loaded(folder, model):
+  """(parameters in float64, lines); every tensor comes from the folder."""
+  lines = []
+  first = tiny.init(model, 1)[0]
+  params, complete = InitialWeights(str(folder)).load(
+    model, LanguageModel, first, 'bytes', lines.append
+  )
+  assert complete
+  return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params), lines
+
+
+def written_back(model, params, folder):
+  """A folder of the class that the model is."""
+  config, scale = huggingface.export_of(LanguageModel)
+  assert scale == 1
+  tensors = named_tensors.of_params(params)
+  arrays = {name: whole(tensor) for name, tensor in tensors.items()}
+  size = model.about.vocabulary_size
+  for table in named_tensors.TABLES:
+    if table in arrays:
+      arrays[table] = arrays[table][:size]
+  written = huggingface.written(config, arrays)
+  return write(folder, config, {name: array.copy() for name, array in written.items()})
+
+
+def whole(tensor):
+  return tensor.read((slice(None),) * len(tensor.shape))
