@@ -31,10 +31,6 @@ _ATTENTION = Fields(
   nullable=('num_kv_heads', 'window_size'),
 )
 _LAYER = 'model.layers.#.'
-_PROJECTIONS = {
-  'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj', 'gate': 'g_proj', 'out': 'o_proj',
-  'step': 'a_proj', 'beta': 'b_proj',
-}  # fmt: skip
 
 
 class GatedDeltaNet(Hybrid):
@@ -136,7 +132,7 @@ class GatedDeltaNet(Hybrid):
       parts.rows(f'{_LAYER}attn.{name}_conv1d.weight', 0, width)
       for name, width in (('q', keys), ('k', keys), ('v', values))
     ]
-    linear = parts.delta_names(f'{_LAYER}attn.', _PROJECTIONS, 'o_norm', [filters])
+    linear = parts.delta_names(f'{_LAYER}attn.', parts.DELTA_PROJECTIONS, 'o_norm', [filters])
     layers = _layers(config)
     attention = parts.attention_names(f'{_LAYER}attn.')
     by_kind = {}

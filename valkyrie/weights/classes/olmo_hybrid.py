@@ -23,10 +23,6 @@ _DELTA_SIZES = (
 )  # fmt: skip
 _EPSILON = 1e-5  # of the norm inside Gated DeltaNet, whatever the configuration says
 _LAYER = 'model.layers.#.'
-_PROJECTIONS = {
-  'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj', 'gate': 'g_proj', 'out': 'o_proj',
-  'step': 'a_proj', 'beta': 'b_proj',
-}  # fmt: skip
 
 
 class OlmoHybrid(Hybrid):
@@ -107,7 +103,7 @@ class OlmoHybrid(Hybrid):
     linear = [
       _norm('mixer_norm', 'attention_layer_norm', 'input_layernorm'),
       _norm('mlp_norm', 'feedforward_layer_norm', 'post_attention_layernorm'),
-      *parts.delta_names(delta, _PROJECTIONS, 'o_norm', filters),
+      *parts.delta_names(delta, parts.DELTA_PROJECTIONS, 'o_norm', filters),
     ]
     full = [
       _norm('post_mixer_norm', 'post_attention_layernorm', 'feedforward_layer_norm'),

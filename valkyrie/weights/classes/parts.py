@@ -9,6 +9,12 @@ from valkyrie.weights.plan import Kind
 
 _GDN = 'layers.#.gated_delta_net.'
 
+# The matrices of Gated DeltaNet, where each has a tensor of its own there.
+DELTA_PROJECTIONS = {
+  'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj', 'gate': 'g_proj', 'out': 'o_proj',
+  'step': 'a_proj', 'beta': 'b_proj',
+}  # fmt: skip
+
 
 def attention(
   sizes: Mapping[str, Any],
