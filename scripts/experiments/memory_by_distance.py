@@ -30,11 +30,13 @@ from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data.feed import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
+from valkyrie.models.model import Model
 from valkyrie.monitoring import pictures
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import token_scores
 from valkyrie.training.setup import StepSettings
+from valkyrie.types import Array, Batch, Carry, Params
 from valkyrie.weights.restored import restored_params
 
 
@@ -64,12 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   def read(carry, batch, start, cut):
     initial = model.initial_carry(rows)
     carry = lax.cond(cut, lambda: cut_carry(carry, initial, 'state'), lambda: carry)
-    features, carry = model.apply(params, carry, batch.inputs, batch.positions, batch.segment_ids)
-    loss = token_scores(features, batch.targets, model.about.vocabulary_size).loss
-    weights = batch.weights * (batch.positions == start + jnp.arange(size)[None])
-    of_bin = jax.nn.one_hot(31 - lax.clz(batch.positions + 1), bins)
-    sums = [jnp.einsum('bt,btn->bn', of, of_bin) for of in (weights * loss, weights)]
-    return jnp.array(sums), carry
+    return sums_by_position(model, params, carry, batch, start, bins)
 
   sums = {every: np.zeros((2, rows, bins)) for every in (None, *flags.cuts)}
   carries = {every: model.initial_carry(rows) for every in sums}
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for every, (loss, weight) in sums.items()
   }
   whole = bits_per_byte[None]
-  costs = {every: _mean_and_interval(bits_per_byte[every] - whole) for every in flags.cuts}
+  costs = {every: mean_and_interval(bits_per_byte[every] - whole) for every in flags.cuts}
   print('| position | sequences | whole |', *(f'cut every {every:,} |' for every in flags.cuts))
   print('| --- ' * (3 + len(flags.cuts)) + '|')
   shown = range(size.bit_length() - 1, bins)
@@ -96,7 +93,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
   _draw(flags.run / 'memory_by_distance.png', [*shown], costs)
 
 
-def _mean_and_interval(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sums_by_position(
+  model: Model, params: Params, carry: Carry, batch: Batch, start: Array, bins: int
+) -> tuple[Array, Carry]:
+  """Reads a chunk [B, C] -> (its nats and weights by row and bin, [2, B, bins], the carry after).
+
+  Only the first sequence of each row counts, whose position in the chunk's first token is `start`.
+  The bins are the positions 2^n to 2^(n + 1) - 1 of the targets.
+  """
+  features, carry = model.apply(params, carry, batch.inputs, batch.positions, batch.segment_ids)
+  loss = token_scores(features, batch.targets, model.about.vocabulary_size).loss
+  places = start + jnp.arange(batch.inputs.shape[1])
+  weights = batch.weights * (batch.positions == places[None])
+  of_bin = jax.nn.one_hot(31 - lax.clz(batch.positions + 1), bins)
+  sums = [jnp.einsum('bt,btn->bn', of, of_bin) for of in (weights * loss, weights)]
+  return jnp.array(sums), carry
+
+
+def mean_and_interval(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The mean of [sequences, bins] over sequences, and half of its 95% interval, without NaN."""
   count = np.isfinite(differences).sum(0)
   mean, deviation = np.nanmean(differences, 0), np.nanstd(differences, 0, ddof=1)

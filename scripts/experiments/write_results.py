@@ -28,8 +28,10 @@ COMMAND = re.compile(r'^<!-- run: (.*) -->$', re.MULTILINE)
 def shown(printed: str) -> str:
   """The Markdown tables in what a command printed; without any, all of it as code."""
   lines = printed.strip('\n').splitlines()
-  table = [line for line in lines if line.startswith('|')]
-  return '\n'.join(table or [f'    {line}'.rstrip() for line in lines])
+  tables = re.findall(r'(?:^\|.*\n?)+', printed, re.MULTILINE)
+  if tables:
+    return '\n\n'.join(table.strip() for table in tables)
+  return '\n'.join(f'    {line}'.rstrip() for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

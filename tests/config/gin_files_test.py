@@ -35,8 +35,9 @@ FOLDER = pathlib.Path(__file__).parents[2] / 'gin'
 TEXTS = {file: file.read_text() for file in sorted(FOLDER.glob('**/*.gin'))}
 COMMAND = '# python -m valkyrie.main'  # of runs that include another run
 RUNS = [f for f, text in TEXTS.items() if text.startswith(COMMAND) or "'gin/run.gin'" in text]
-PARTS = 'defaults', 'hybrid'  # of models
+PARTS = 'defaults', 'hybrid', 'delta_hybrid'  # of models
 MODELS = [file for file in sorted(FOLDER.glob('models/*.gin')) if file.stem not in PARTS]
+DELTA = [file for file in MODELS if file.stem.startswith('delta_')]
 LADDER = [file for file in MODELS if 'valkyrie.training.sizes' in file.read_text()]
 DATA = [file for file in sorted(FOLDER.glob('data/*.gin'))]
 PARTITIONS = [file for file in sorted(FOLDER.glob('partition/*.gin'))]
@@ -82,7 +83,7 @@ def shape(leaf):
 
 
 def test_the_gin_files_are_found():
-  assert RUNS and MODELS and PARTITIONS and len(LADDER) == 7
+  assert RUNS and MODELS and PARTITIONS and len(LADDER) == 7 and len(DELTA) == 4
 
 
 @pytest.mark.parametrize('file', RUNS, ids=name)
@@ -342,6 +343,16 @@ def test_a_size_of_the_ladder_is_what_its_command_prints(file, capsys):
   assert real(params) == pytest.approx(asked, rel=0.02)
   unit, letter = (1e6, 'm') if asked < 1e9 else (1e9, 'b')
   assert file.stem == f'valkyrie_{asked // unit:.0f}{letter}'
+
+
+@pytest.mark.parametrize('file', DELTA, ids=name)
+def test_a_delta_hybrid_has_the_parameters_of_its_name(file):
+  said = int(file.read_text()[2:].split()[0].replace(',', ''))
+  number, unit = re.fullmatch(r'delta_(\d+)([mb])', file.stem).groups()
+  params = parameters_of(file)
+  load(file)
+  assert real(params) == said
+  assert said == pytest.approx(int(number) * {'m': 1e6, 'b': 1e9}[unit], rel=0.025)
 
 
 def test_the_rule_covers_the_sizes_between():
