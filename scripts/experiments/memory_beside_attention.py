@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for model in models:
     steps = round(flags.budget * flops_per_token / model.step_flops)
     tried = round(flags.rate_budget * flops_per_token / model.step_flops)
-    rate = _best_rate(flags, model, tried)
+    rate = _best_rate(flags, model, min(tried, steps))
     trained = [_trained(flags, model, steps, rate, seed) for seed in flags.seeds]
     scores[model.name] = np.mean([_scores(flags, folder) for folder, _ in trained], axis=0)
     facts.append(_facts(model, steps, rate))
