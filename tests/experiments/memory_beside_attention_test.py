@@ -61,7 +61,8 @@ def arguments(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, name, value)
   monkeypatch.setattr(script, 'CONTEXT', SIZE // 2)
   return [
-    *('--budget=512', '--vocabulary=bytes', f'--results={tmp_path / "results"}'),
+    *('--budget=512', '--vocabulary=bytes', '--rates', '1e-3', '3e-3'),
+    f'--results={tmp_path / "results"}',
     *(f'--sequences={ROWS}', f'--tokens={TOKENS}'),
   ]
 
@@ -74,7 +75,11 @@ def test_models_train_for_the_same_operations_and_are_scored_by_position(
   facts, scores = [rows_of(table) for table in printed.out.split('\n\n')]
   assert [row[0] for row in facts] == ['s5', 'rows']
   assert [row[-1] for row in facts] == ['all', f'{SIZE // 2} to {SIZE}']
-  folders = [next((tmp_path / 'results' / name).glob('steps=*/')) for name in ('s5', 'rows')]
+  folders = []
+  for name, *_, rate, _ in facts:
+    tried = {folder: loss_of(folder) for folder in (tmp_path / 'results' / name).glob('steps=*/')}
+    folders.append(min(tried, key=lambda folder: tried[folder]))
+    assert len(tried) == 2 and f',learning_rate={rate},' in folders[-1].name
   assert folders[0].name.startswith('steps=2,')  # 8 rows of 32 tokens each
   operations = []
   for folder in folders:
@@ -99,7 +104,16 @@ def test_models_train_for_the_same_operations_and_are_scored_by_position(
   script.main(arguments)  # which trains and reads nothing
   again = capsys.readouterr()
   assert again.out == printed.out
-  assert ' steps' in printed.err and not again.err
+  for done in (' steps', ' reads '):
+    assert done in printed.err and done not in again.err
+
+
+def loss_of(folder):
+  """The nats of a run's last evaluation from position 8 on, where scores begin."""
+  line = tiny_run.metrics(folder, 'eval').popitem()[1]
+  counted = [at for at in (8, 16, 32) if f'targets_by_position/{at}' in line]
+  losses = [line[f'loss_by_position/{at}'] for at in counted]
+  return np.average(losses, weights=[line[f'targets_by_position/{at}'] for at in counted])
 
 
 def rows_of(table):
