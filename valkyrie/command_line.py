@@ -63,7 +63,8 @@ _FLAGS = f"""
   latest or best, or numbers separated by commas, for the mean of their parameters (default: latest)
 --follow  eval reads every checkpoint of a run as it is committed, until the last one
 --topology CHIP:SHAPE  the TPU slice that precompile compiles for, such as v4:4x4x2, or 2xv4:4x4x2
-  for two, on a machine without one (default: the devices of this machine)
+  for two, or GPUs, such as h100:8 or 4xh100:8, on a machine without them (default: the devices of
+  this machine)
 --processes N  the number of processes of the run; {processes.DETECTED} if jax can detect it: TPU
   pods, SLURM, Kubernetes, MPI (default: only this process)
 --process I  the number of this process, from 0

@@ -42,8 +42,34 @@ TPUS = {
   'v5p': Chip('TPU v5', 459e12, int(95.74 * GIB), 2.8e12, 9e10, 3, 1.75e9, 918e12, 6.25e9),
   'v6e': Chip('TPU v6 lite', 918e12, int(31.25 * GIB), 1.6e12, 9e10, 2, 1.75e9, 1836e12, 1.25e10),
 }
-# The peaks of GPUs, whose time is not estimated, by the beginning of JAX's name.
-_GPUS = {'NVIDIA A100': 312e12, 'NVIDIA H100': 989e12, 'NVIDIA H200': 989e12}
+
+
+class Gpu(NamedTuple):
+  """An NVIDIA GPU on a board of eight.
+
+  name: the beginning of JAX's name for the device.
+  peak_flops: dense bfloat16 FLOP/s.
+  hbm_bytes: all of its memory.
+  nvlink_bytes_per_second: to the other GPUs of its node, in one direction.
+  network_bytes_per_second: its share of the InfiniBand between nodes, in one direction.
+  """
+
+  name: str
+  peak_flops: float
+  hbm_bytes: int
+  hbm_bytes_per_second: float
+  nvlink_bytes_per_second: float
+  network_bytes_per_second: float
+
+
+# NVIDIA's data sheets of the SXM boards, with half of NVLink's sum of both directions. The network
+# is that of a DGX: 200 Gb/s a GPU for A100, 400 Gb/s for the others. The memory of A100 and H100 is
+# that of github.com/openxla/xla, xla/backends/gpu/target_config/specs; H200 has its data sheet's.
+GPUS = {
+  'a100': Gpu('NVIDIA A100', 312e12, 84974239744, 2.039e12, 3e11, 2.5e10),
+  'h100': Gpu('NVIDIA H100', 989e12, 84942979072, 3.35e12, 4.5e11, 5e10),
+  'h200': Gpu('NVIDIA H200', 989e12, 141 * 10**9, 4.8e12, 4.5e11, 5e10),
+}
 
 
 def of_kind(device_kind: str) -> Chip | None:
@@ -57,5 +83,5 @@ def peak_flops(device_kind: str) -> float | None:
   The peak of a CPU depends on clock and load, and scripts/experiment bench measures it.
   """
   peaks = {chip.device_kind: chip.peak_flops for chip in TPUS.values()}
-  gpu = (peak for name, peak in _GPUS.items() if device_kind.startswith(name))
+  gpu = (gpu.peak_flops for gpu in GPUS.values() if device_kind.startswith(gpu.name))
   return peaks.get(device_kind) or next(gpu, None)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 import numpy as np
 
 from valkyrie.distributed import compilation_cache
-from valkyrie.lab.certificates import collectives, hlo, topologies, work
+from valkyrie.lab.certificates import collectives, gpu_nodes, hlo, topologies, work
 from valkyrie.monitoring import chips
 from valkyrie.packages import version
 from valkyrie.training import kernel_check
@@ -50,6 +50,8 @@ def compile_step(
   facts |= _program(module, works, sent, facts)
   if topology is None:
     return facts
+  if gpu_nodes.names_gpus(topology):
+    return facts | _gpu_estimates(topology, works, sent, facts, mesh, dcn_bytes_per_second)
   facts['plain_cycles_per_flop'] = _plain_cycles(setup)
   return facts | _estimates(topology, works, sent, facts, mesh, dcn_bytes_per_second)
 
@@ -59,7 +61,13 @@ def _facts(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
   partitioner = setup.partitioner
   mesh = partitioner.mesh
   rows = setup.settings.batch_size
-  compiler = 'jaxlib' if topology is None else 'libtpu'
+  compiler = 'jaxlib'
+  device_kind = mesh.devices.flat[0].device_kind
+  if topology is not None and gpu_nodes.names_gpus(topology):
+    compiler = 'jax-cuda13-pjrt'
+    device_kind = gpu_nodes.parse(topology).gpu.name
+  elif topology is not None:
+    compiler = 'libtpu'
   rules = []
   for logical in partitioner.axis_rules:
     names = partitioner.axes_of(logical)
@@ -69,7 +77,7 @@ def _facts(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
   return {
     'topology': topology,
     'compiler': f'{compiler} {version(compiler)}',
-    'device_kind': mesh.devices.flat[0].device_kind,
+    'device_kind': device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
     'layout': ', '.join(rules) or 'whole on one device',
@@ -191,15 +199,48 @@ def _estimates(
   )
   between_slices = [collective for collective in sent if collective.between_slices]
   seconds_by_axes = collectives.by_mesh_axes(sent, mesh, network, chip.link_bytes_per_second)
-  communication = sum(seconds_by_axes.values())
   parts = work.seconds(works, chip, facts['plain_cycles_per_flop'])
+  network_facts = {
+    'dcn_bytes': round(hlo.total(between_slices)),
+    'dcn_bytes_per_second': network.dcn_bytes_per_second,
+  }
+  return network_facts | _summary(parts, seconds_by_axes, facts, chip)
+
+
+def _gpu_estimates(
+  topology: str,
+  works: Sequence[work.Work],
+  sent: Sequence[collectives.Collective],
+  facts: Mapping[str, Any],
+  mesh: Mesh,
+  dcn_bytes_per_second: float | None,
+) -> dict[str, Any]:
+  """As `_estimates`, on GPUs. Pairs are [without, with a cost of each kernel], see `gpu_nodes`."""
+  nodes = gpu_nodes.parse(topology)
+  seconds_by_axes, bytes_between = gpu_nodes.message_seconds(
+    sent, mesh, nodes, dcn_bytes_per_second
+  )
+  parts = gpu_nodes.seconds(works, nodes.gpu)
+  network_facts = {
+    'dcn_bytes': round(bytes_between),
+    'dcn_bytes_per_second': dcn_bytes_per_second or nodes.gpu.network_bytes_per_second,
+  }
+  return network_facts | _summary(parts, seconds_by_axes, facts, nodes.gpu)
+
+
+def _summary(
+  parts: Mapping[str, list[float]],
+  seconds_by_axes: Mapping[str, float],
+  facts: Mapping[str, Any],
+  chip: chips.Chip | chips.Gpu,
+) -> dict[str, Any]:
+  """The times of parts and messages, their sums, and what follows from them."""
+  communication = sum(seconds_by_axes.values())
   seconds = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
-  tokens_per_chip = facts['tokens_per_step'] / mesh.size
+  tokens_per_chip = facts['tokens_per_step'] / facts['chips']
   rates = [tokens_per_chip / total for total in seconds]
   shares = [rate * facts['flops_per_token'] / chip.peak_flops for rate in rates]
   return {
-    'dcn_bytes': round(hlo.total(between_slices)),
-    'dcn_bytes_per_second': network.dcn_bytes_per_second,
     'estimated_seconds_by_part': {**parts, 'communication': [communication] * 2},
     'estimated_compute_seconds': facts['executed_flops'] / chip.peak_flops,
     'estimated_memory_seconds': facts['hbm_traffic_bytes'] / chip.hbm_bytes_per_second,

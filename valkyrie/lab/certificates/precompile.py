@@ -23,7 +23,7 @@ from valkyrie.config.parse import FLAG
 from valkyrie.config.ranges import PositiveFloat, PositiveInt64
 from valkyrie.config.record import bindings
 from valkyrie.errors import ConfigurationError
-from valkyrie.lab.certificates import certificate, topologies
+from valkyrie.lab.certificates import certificate, gpu_nodes, topologies
 from valkyrie.lab.certificates.certificate import gib
 from valkyrie.monitoring import chips
 from valkyrie.monitoring.waiting import doing
@@ -54,17 +54,19 @@ def precompile(
 
   Args:
     model_dir: the directory of precompile.json.
-    topology: a TPU slice, such as 'v4:4x4x2', or several, such as '2xv4:4x4x2'; None means the
-      devices of this machine.
+    topology: a TPU slice, such as 'v4:4x4x2', or several, such as '2xv4:4x4x2'; GPUs of a
+      node, such as 'h100:8', or several nodes, such as '4xh100:8'; None means the devices of this
+      machine.
     hbm_bytes: the memory of a device that a program may use; None takes what the chip or GPU has.
-    dcn_bytes_per_second: what a chip sends over the network between slices; None takes the chip's.
+    dcn_bytes_per_second: what a chip sends over the network between slices or nodes; None takes
+      the chip's.
     layouts: gin files of partitioners to try if a step needs more; None takes all of gin/partition.
 
   Raises:
     ConfigurationError: a step needs more memory than a device has; it recommends a change.
   """
   devices = jax.devices() if topology is None else topologies.devices(topology)
-  offered_bytes = hbm_bytes or _memory_of(devices[0], is_here=topology is None)
+  offered_bytes = hbm_bytes or _memory_of(devices[0], topology)
 
   def certificates(only: int | None = None) -> list[Certificate]:
     """One for each phase, or for phase `only`; phases of one shape share a program."""
@@ -107,12 +109,14 @@ def precompile(
       raise ConfigurationError(report)
 
 
-def _memory_of(device: Any, is_here: bool) -> int | None:
+def _memory_of(device: Any, topology: str | None) -> int | None:
   """The bytes of a device that a program may use; None if they are unknown, as on a CPU."""
+  if topology is not None and gpu_nodes.names_gpus(topology):
+    return gpu_nodes.parse(topology).usable_bytes
   chip = chips.of_kind(device.device_kind)
   if chip and chip.hbm_bytes:
     return chip.hbm_bytes
-  if not is_here:
+  if topology is not None:
     return None
   statistics = jax.local_devices()[0].memory_stats() or {}
   return statistics.get('bytes_limit')  # a GPU has a pool of this size

@@ -1,4 +1,7 @@
-"""TPU slices by name, such as 'v4:4x4x2' and '2xv6e:8x8', and devices to compile for them."""
+"""TPU slices by name, such as 'v4:4x4x2' and '2xv6e:8x8', and devices to compile for them.
+
+`gpu_nodes` has GPUs by name, such as 'h100:8'.
+"""
 
 from collections.abc import Mapping, Sequence
 import importlib.util
@@ -13,7 +16,8 @@ import jax
 from valkyrie import packages
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
-from valkyrie.monitoring.chips import TPUS
+from valkyrie.lab.certificates import gpu_nodes
+from valkyrie.monitoring.chips import GPUS, TPUS
 
 # The slices that Google offers, with their sides in ascending order: cloud.google.com/tpu/docs. The
 # larger ones of v4 and v5p consist of whole cubes of 4 x 4 x 4 chips.
@@ -55,7 +59,8 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
   if chip not in TPUS:
     raise ConfigurationError(
       f'--topology={name}: the chip {chip!r} is unknown. Use one of {", ".join(TPUS)}, as in '
-      f'v4:4x4x2.{did_you_mean(chip, TPUS)}'
+      f'v4:4x4x2, or a GPU of {", ".join(GPUS)}, as in h100:8.'
+      f'{did_you_mean(chip, [*TPUS, *GPUS])}'
     )
   shapes = _SHAPES[TPUS[chip].axes]
   if not re.fullmatch(r'\d{1,4}(x\d{1,4}){1,2}', shape):
@@ -94,7 +99,9 @@ def _nearest(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[
 
 
 def devices(name: str) -> Sequence[Any]:
-  """The devices of the slices, one per chip; raises as `parse`, or if libtpu is missing."""
+  """The devices of slices or nodes, one per chip; raises as `parse`, or without their compiler."""
+  if gpu_nodes.names_gpus(name):
+    return gpu_nodes.devices(name)
   slices, chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None:
     raise ConfigurationError(

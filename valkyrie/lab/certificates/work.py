@@ -24,7 +24,7 @@ import re
 
 import numpy as np
 
-from valkyrie.lab.certificates import collectives, hlo
+from valkyrie.lab.certificates import collectives, gpu_calls, hlo
 from valkyrie.monitoring.chips import Chip
 
 _SCOPES = {name: re.compile(rf'(?:^|[/(]){name}(?:$|[/)])') for name in ('attention', 'scan')}
@@ -172,6 +172,8 @@ def flops_of(instruction: hlo.Instruction) -> int:
   """Operations of one execution, including those inside a fusion; 0 for a call, branch or loop."""
   if instruction.opcode == 'fusion':
     return sum(map(flops_of, _fused(instruction)))
+  if gpu_calls.is_library_call(instruction):
+    return gpu_calls.flops_of(instruction)
   if instruction.opcode not in _PRODUCT_OPCODES:
     return 0
   left, right = (operand.arrays[0].dims for operand in instruction.operands)
@@ -229,6 +231,8 @@ def bytes_of(instruction: hlo.Instruction) -> int:
   if _is_free(instruction):
     return 0
   results = instruction.arrays
+  if gpu_calls.is_library_call(instruction):
+    results = gpu_calls.results_of(instruction)
   operands = [operand.arrays for operand in instruction.operands]
   match instruction.opcode:
     case 'fusion':
