@@ -21,8 +21,8 @@ from valkyrie.lab.certificates import collectives, work
 from valkyrie.monitoring.chips import GPUS, Gpu
 
 # What a kernel costs beside its products and bytes, in the slower of the two times. It is fitted to
-# two steps that one H100 measured (docs/results/one_chip.md) and to nothing else: 8.8 us explains
-# the one with cuDNN's attention, and 2.9 us the one without.
+# steps that one H100 measured (docs/results/one_chip.md) and to nothing else: 8.8 us explains the
+# one with cuDNN's attention, and less than 3 us the two without.
 KERNEL_SECONDS = 8.8e-6
 _COUNTS = (1, 2, 4, 8)  # GPUs of a node that a run can have
 # XLA's pool has so much of a GPU in scripts/gpu_environment.
