@@ -13,7 +13,7 @@ from valkyrie.config.load import load_gin
 from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.weights import huggingface, named_tensors
+from valkyrie.weights import huggingface, named_tensors, tensor_writer
 from valkyrie.weights.initial import InitialWeights
 
 DELTA = gated_deltanet_reference
@@ -67,14 +67,16 @@ def written_back(model, params, folder):
   """A folder of the class that the model is."""
   config, scale = huggingface.export_of(LanguageModel)
   assert scale == 1
-  tensors = named_tensors.of_params(params)
-  arrays = {name: whole(tensor) for name, tensor in tensors.items()}
+  arrays = {name: whole(tensor) for name, tensor in named_tensors.of_params(params).items()}
   size = model.about.vocabulary_size
   for table in named_tensors.TABLES:
     if table in arrays:
       arrays[table] = arrays[table][:size]
-  written = huggingface.written(config, arrays)
-  return write(folder, config, {name: array.copy() for name, array in written.items()})
+  folder.mkdir()
+  (folder / 'config.json').write_text(json.dumps(config))
+  written = huggingface.written(config, tensor_writer.of_arrays(arrays))
+  tensor_writer.write_folder(folder, written)
+  return folder
 
 
 def whole(tensor):

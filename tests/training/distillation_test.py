@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 import tiny
 import tiny_run
 
@@ -228,10 +229,10 @@ def test_a_run_keeps_its_teacher_and_is_used_without_it(run, tmp_path, capsys):
 
   code, said = start(1)
   assert code == 78 and f'The weights {source} are not there' in said
-  named_tensors.write(source, dict([*tensors.items()][1:]), {})
+  save_file(dict([*tensors.items()][1:]), source)
   code, said = start(1, '--gin.InitialWeights.partial=True')
   assert code == 78 and 'The teacher cannot be loaded' in said and 'are new' in said
-  named_tensors.write(source, tensors, {})
+  save_file(tensors, source)
   code, said = start(1)
   assert code == 0 and f'loaded {len(tensors)} of the {len(tensors)} tensors' in said
   assert re.search(r'[\d,]+ more parameters of the objective: teacher\n', said)

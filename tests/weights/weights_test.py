@@ -305,7 +305,7 @@ def test_settings_that_an_export_has_otherwise_are_said(tmp_path):
   arrays = {name: t.read((slice(None),) * len(t.shape)) for name, t in tensors.items()}
   bindings = huggingface.bindings(config)
   (tmp_path / 'own').mkdir()
-  named_tensors.write(tmp_path / 'own/model.safetensors', arrays, {})
+  save_file(arrays, tmp_path / 'own/model.safetensors')
   for change, said in (
     ({}, []),
     ({'Rotary.base': 9.0}, ['Rotary.base = 9.0 (here 500.0)']),
@@ -586,34 +586,3 @@ def test_the_gin_file_of_a_folder_is_printed(tmp_path, capsys):
   assert 'has no config.json' in capsys.readouterr().err
   assert huggingface.main([]) == 2
   gin.clear_config()
-
-
-def test_a_file_of_tensors_has_the_bits_of_its_arrays_or_an_error(tmp_path, monkeypatch):
-  arrays = {
-    'wide': np.arange(12, dtype=np.float32).reshape(3, 4).T,
-    'narrow': np.full(3, -0.0, ml_dtypes.bfloat16),
-    'one': np.array(np.nan, np.float32),
-  }
-  named_tensors.write(tmp_path / 'whole.safetensors', arrays, {'a': 'b'})
-  found = tensor_files.in_files(tmp_path / 'whole.safetensors').tensors
-  assert found.keys() == arrays.keys()
-  np.testing.assert_array_equal(
-    found['wide'].read((slice(None), slice(1, 3))), arrays['wide'][:, 1:3]
-  )
-
-  def save(change):
-    monkeypatch.setattr(named_tensors, 'save_file', change)
-    with pytest.raises(OSError):
-      named_tensors.write(tmp_path / 'broken.safetensors', arrays, {})
-
-  def cut(a, path, metadata):
-    save_file(a, path, metadata)
-    path.write_bytes(path.read_bytes()[:-1])
-
-  def flip(a, path, metadata):
-    save_file(a, path, metadata)
-    path.write_bytes(path.read_bytes()[:-1] + b'\1')
-
-  save(cut)
-  save(flip)
-  save(lambda a, path, metadata: save_file({'wide': a['wide']}, path, metadata))

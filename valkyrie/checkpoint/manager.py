@@ -351,19 +351,19 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self.wait()
     return self._files.differences(self._place_of_state(), target, partial)
 
-  def restore_evaluated(self, target: Any = None) -> Any:
+  def restore_evaluated(self, target: Any = None, lazily: bool = False) -> Any:
     """As `restore`, the parameters that evaluations use: the average, if there is one.
 
-    A target may lack what terms of the objective have added, such as a teacher.
-
-    Without a target they are {module: {name: array}} of any model, on the host.
+    A target may lack what terms of the objective have added, such as a teacher. With `lazily` the
+    arrays are `StoredArray`s. Without a target: {module: {name: array}} of any model, on the host.
     """
     self.wait()
     place = self._place_of_state()
     field = 'average' if 'average' in self._files.fields(place) else 'params'
     if target is None:
       return self._files.read_to_host(place, field)
-    return self._files.read(place, {field: target}, partial=True)[field]
+    read = self._files.arrays if lazily else self._files.read
+    return read(place, {field: target}, partial=True)[field]
 
   def _place_of_state(self, step: int | None = None) -> Any:
     if step is None:

@@ -31,8 +31,9 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from valkyrie import errors
+from valkyrie.checkpoint.stored_arrays import StoredArray, open_array
 from valkyrie.models.parts import is_of_model
-from valkyrie.storage.bucket import SCHEME, is_bucket
+from valkyrie.storage.bucket import is_bucket
 from valkyrie.types import leaves_by_path
 
 _DESCRIPTORS = '/proc/self/fd'  # of Linux; elsewhere the path itself is used
@@ -117,13 +118,7 @@ class StateFiles:
     with _readable(place) as path:
       item = _without_empty_arrays(target)
       stored, partial = self._stored(path, target, partial)
-      different = _differences(stored, item)
-      if different:
-        raise errors.ConfigurationError(
-          f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
-          + '\n  '.join(different)
-          + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
-        )
+      _check_same(place, stored, item)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
@@ -134,6 +129,20 @@ class StateFiles:
       return jnp.zeros_like(leaf, device=leaf.sharding)
 
     return jax.tree.map(with_empty_arrays, target, restored)
+
+  def arrays(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
+    """As `read`, but each array is a `StoredArray`, which is read when it is asked for."""
+    with _readable(place) as path:
+      stored, _ = self._stored(path, target, partial)
+      _check_same(place, stored, _without_empty_arrays(target))
+
+    def array_of(keys: Any, leaf: jax.ShapeDtypeStruct) -> StoredArray:
+      read = functools.partial(np.zeros, leaf.shape, leaf.dtype)
+      if leaf.size:
+        read = functools.partial(_read_array, place, '.'.join(key.key for key in keys))
+      return StoredArray(leaf.shape, leaf.dtype, read)
+
+    return jax.tree_util.tree_map_with_path(array_of, target)
 
   def differences(self, place: pathlib.Path, target: Any, partial: bool) -> list[str]:
     """A line for each of the first leaves for which `read` would refuse the target."""
@@ -259,22 +268,12 @@ def _opened(place: epath.Path) -> dict[str, Any]:
     is_array = leaf['value_metadata']['value_type'] == 'jax.Array'
     if is_array:
       keys.append([key['key'] for key in leaf['key_metadata']])
-  base = {'driver': 'file', 'path': f'{place}/'}
-  if is_bucket(place):
-    bucket, _, folder = str(place).removeprefix(SCHEME).partition('/')
-    base = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}
   context = tensorstore.Context({'cache_pool': {'total_bytes_limit': _CACHE_BYTES}})
-
-  def open_array(name: str) -> Any:
-    store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
-    specification = {'driver': 'zarr', 'kvstore': store}
-    return tensorstore.open(specification, read=True, context=context)
-
   # All are opened at once, then all are queried at once.
   opening = {}
   for key in keys:
     leaf = '/'.join(key)
-    opening[leaf] = open_array('.'.join(key))
+    opening[leaf] = open_array(place, '.'.join(key), context)
   arrays = {leaf: array.result() for leaf, array in opening.items()}
   queries = {}
   for leaf, array in arrays.items():
@@ -284,6 +283,13 @@ def _opened(place: epath.Path) -> dict[str, Any]:
     if not statistics.fully_stored:
       raise ValueError(f'a part of {leaf} is missing')
   return arrays
+
+
+def _read_array(place: pathlib.Path, name: str) -> np.ndarray:
+  """The array with this name in a state; raises a StorageError if it cannot be read."""
+  with _readable(place) as path:
+    array = open_array(path, name).result()
+    return array.read().result()
 
 
 def _pieces(state: Any) -> list[_Piece]:
@@ -321,6 +327,17 @@ def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
 def _digest(array: Any) -> str:
   content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return hashlib.sha256(content.data).hexdigest()
+
+
+def _check_same(place: pathlib.Path, stored: Any, target: Any) -> None:
+  """Raises a ConfigurationError if the shapes or dtypes of a state are not those of a target."""
+  different = _differences(stored, target)
+  if different:
+    raise errors.ConfigurationError(
+      f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
+      + '\n  '.join(different)
+      + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
+    )
 
 
 def _differences(stored: Any, target: Any) -> list[str]:

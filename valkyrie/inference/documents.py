@@ -19,7 +19,7 @@ from valkyrie.errors import ConfigurationError, StorageError, write_errors
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.storage import owned
 from valkyrie.types import Array, Carry, Params
-from valkyrie.weights import named_tensors
+from valkyrie.weights import tensor_writer
 from valkyrie.weights.tensor_files import TensorFile, name_of_dtype
 
 _MOST_ROWS = 2**20
@@ -100,7 +100,7 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   failure = write_errors(f'{path} cannot be written', 'name another file')
   with failure, owned.temporary_folder(path) as folder:
     file = folder / path.name
-    named_tensors.write(file, leaves, metadata)
+    tensor_writer.write_file(file, tensor_writer.of_arrays(leaves), metadata)
     owned.move(file, path)
 
 

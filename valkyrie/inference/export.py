@@ -9,12 +9,12 @@ sites is `decomposition...`.
 
 from collections.abc import Callable
 import json
+import math
 import os
 import pathlib
 from typing import Any
 
 import gin
-import jax.numpy as jnp
 import numpy as np
 
 from valkyrie import __version__
@@ -34,7 +34,8 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
 from valkyrie.monitoring.waiting import doing
 from valkyrie.storage import owned
-from valkyrie.weights import huggingface, named_tensors
+from valkyrie.weights import forms, huggingface, named_tensors, tensor_writer
+from valkyrie.weights.tensor_files import Tensor
 
 _CARD = """# {name}
 
@@ -48,7 +49,7 @@ _CARD = """# {name}
 
 {use}
 """
-_DTYPES = {'float32': np.float32, 'bfloat16': jnp.bfloat16}
+_DTYPES = {'float32': 'F32', 'bfloat16': 'BF16'}
 _EXACT = ('A_log', 'dt_bias', 'D')  # the last parts of names of rates and steps
 _USE = {
   'valkyrie': 'Matrices are [inputs, outputs]. Valkyrie reads this folder back by '
@@ -104,12 +105,12 @@ def export(
   if form == 'huggingface':
     theirs = huggingface.export_of(model)
   with doing('reading the checkpoint'):
-    loaded = opened(model_dir, step)
+    loaded = opened(model_dir, step, lazily=form != 'components')
   steps = ', '.join(map(str, loaded.steps))
-  arrays = _components(loaded) if form == 'components' else _arrays(loaded)
+  tensors = _components(loaded) if form == 'components' else _tensors(loaded)
   if form == 'first_carry':
-    arrays = _first_carry(arrays)
-  count = sum(array.size for array in arrays.values())
+    tensors = _first_carry(tensors)
+  count = sum(math.prod(tensor.shape) for tensor in tensors.values())
   if theirs is None:
     config: dict[str, Any] = {
       'format': named_tensors.FORMAT,
@@ -128,54 +129,53 @@ def export(
     config['bos_token_id'] = next(iter(loaded.tokenizer.bos), None)
     config['pad_token_id'] = None  # a class there may expect one beyond this vocabulary
     if not config['tie_word_embeddings']:
-      arrays.setdefault('unembedding', arrays['embedding'])
-    embedding = arrays['embedding']
-    arrays['embedding'] = (scale * embedding).astype(embedding.dtype)
-    arrays = huggingface.written(config, arrays)
+      tensors.setdefault('unembedding', tensors['embedding'])
+    tensors['embedding'] = _scaled(tensors['embedding'], scale)
+    tensors = huggingface.written(config, tensors)
     if dtype is not None:
       config['torch_dtype'] = dtype
-      arrays = _rounded(arrays, dtype)
+      tensors = _rounded(tensors, _DTYPES[dtype])
   name = pathlib.Path(model_dir).resolve().name
   whose = "Valkyrie's" if theirs is None else "Hugging Face's"
   card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
   message = f'{folder} cannot be written'
   with write_errors(message, 'name another --output'), owned.new_folder(folder) as unfinished:
-    # transformers asks for this format; it says nothing about the content.
-    named_tensors.write(unfinished / 'model.safetensors', arrays, {'format': 'pt'})
+    tensor_writer.write_folder(unfinished, tensors)
     (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
     (unfinished / 'README.md').write_text(card)
     vocabularies.copy(loaded.tokenizer, unfinished)
   print(f'step {steps}: {count:,} parameters in {output}')
 
 
-def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
-  """The arrays by name on the host: adapters merged, tables without the vocabulary's padding."""
-  merged = named_tensors.merged(named_tensors.of_params(loaded.params))
+def _tensors(loaded: LoadedModel) -> dict[str, Tensor]:
+  """The tensors by name: adapters merged, tables without the vocabulary's padding."""
+  tensors = named_tensors.merged(named_tensors.of_params(loaded.params))
   size = loaded.model.about.vocabulary_size
-  arrays = {}
-  for name, tensor in merged.items():
-    array = tensor.read((slice(None),) * len(tensor.shape))
-    if name in named_tensors.TABLES:
-      array = array[:size]
-    arrays[name] = array
-  return arrays
+  for name in named_tensors.TABLES:
+    if name in tensors:
+      tensors[name] = forms.columns(tensors[name].T, [(0, size)]).T
+  return tensors
 
 
-def _rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-  """The arrays in a dtype, but the rates and steps of recurrences, which stay as they are."""
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+  return tensor._replace(read=lambda index: scale * tensor.read(index))
+
+
+def _rounded(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+  """The tensors in a dtype, but the rates and steps of recurrences, which stay as they are."""
   result = {}
-  for name, array in arrays.items():
+  for name, tensor in tensors.items():
     is_exact = name.rpartition('.')[2] in _EXACT
-    result[name] = array if is_exact else array.astype(_DTYPES[dtype])
+    result[name] = tensor if is_exact else tensor._replace(dtype=dtype)
   return result
 
 
-def _first_carry(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The arrays of a learned carry, and the norm that tells its weights from others."""
+def _first_carry(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors of a learned carry, and the norm that tells its weights from others."""
   chosen = {}
-  for name, array in arrays.items():
+  for name, tensor in tensors.items():
     if name == 'final_norm.scale' or '.first_carry' in name:
-      chosen[name] = array
+      chosen[name] = tensor
   if len(chosen) < 2:
     raise ConfigurationError(
       "export.form='first_carry' needs a run with LanguageModel.learned_carry = True."
@@ -183,8 +183,8 @@ def _first_carry(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return chosen
 
 
-def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
-  """The arrays of the sites of a decomposition, by name and layer."""
+def _components(loaded: LoadedModel) -> dict[str, Tensor]:
+  """The tensors of the sites of a decomposition, by name and layer."""
   sites = sites_of(loaded.model.parameters())
   if not sites or len(loaded.steps) != 1:
     raise ConfigurationError(
@@ -209,7 +209,7 @@ def _components(loaded: LoadedModel) -> dict[str, np.ndarray]:
     for layer, name in enumerate(names[path]):
       for part, array in parts.items():
         arrays[name + part] = np.asarray(array[layer])
-  return arrays
+  return tensor_writer.of_arrays(arrays)
 
 
 def _importance_functions(params: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage.run_directory import opened
 from valkyrie.weights.first_carry import with_first_carry
-from valkyrie.weights.restored import restored_params
+from valkyrie.weights.restored import restored_params, stored_params
 
 
 @may_change_on_resume()
@@ -32,6 +32,7 @@ def open_run(
   vocabulary: str,
   chunk_size: PositiveInt,
   first_carry: str | None = None,
+  lazily: bool = False,
 ) -> LoadedModel:
   """The model of a run, on one device.
 
@@ -42,13 +43,17 @@ def open_run(
     vocabulary: 'bytes', or the path of a SentencePiece .model or a tokenizer.json.
     chunk_size: the largest number of tokens of a row that are read at once.
     first_carry: an export or a run that has learned one with these weights; None begins with zeros.
+    lazily: parameters stay in the checkpoint: `np.asarray` reads one, and the model reads no text.
 
   Raises a ConfigurationError if the run has no such step, or has another model or vocabulary.
   """
   functions = language_model.transform(model)
   tokenizer = vocabularies.load(vocabulary)
-  one_device = Partitioner((('data', 1),), (), (), manual=True)
-  params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
+  if lazily:
+    params, steps = stored_params(functions, model_dir, tokenizer, step)
+  else:
+    one_device = Partitioner((('data', 1),), (), (), manual=True)
+    params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
   if first_carry is not None:
     model = functools.partial(model, learned_carry=True)
     functions = language_model.transform(model)

@@ -1,4 +1,4 @@
-"""Forms of tensors: the one of another program, and ours. Reading is lazy.
+"""Forms of tensors: the one of another program, and ours. Nothing is read before it is asked for.
 
 Matrices are [outputs, inputs] there and [inputs, outputs] here, so the rows of their tensor are the
 last axis of ours.
@@ -18,11 +18,11 @@ class Form(NamedTuple):
   """The way between two forms of a tensor.
 
   read: their tensor -> ours.
-  write: our array -> theirs.
+  write: our tensor -> theirs.
   """
 
   read: Callable[[Tensor], Tensor]
-  write: Callable[[np.ndarray], np.ndarray]
+  write: Callable[[Tensor], Tensor]
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -32,7 +32,19 @@ def _transposed(tensor: Tensor) -> Tensor:
 def _scales(centred: Tensor) -> Tensor:
   """1 + w in float32, which holds the digits that bfloat16 would lose."""
   dtype = 'F32' if centred.dtype in ('F16', 'BF16') else centred.dtype
-  return Tensor(centred.shape, lambda index: np.float32(1) + _wide(centred.read(index)), dtype)
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    return np.float32(1) + _wide(centred.read(index))
+
+  return centred._replace(read=read, dtype=dtype)
+
+
+def _centred(scales: Tensor) -> Tensor:
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    part = scales.read(index)
+    return part - np.ones((), part.dtype)
+
+  return scales._replace(read=read)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -50,17 +62,32 @@ def _filters(weight: Tensor) -> Tensor:
     newest_first = part[:, 0, ::-1].T
     return newest_first[taps]
 
-  return Tensor((weight.shape[2], weight.shape[0]), read, weight.dtype)
+  return weight._replace(shape=(weight.shape[2], weight.shape[0]), read=read)
 
 
-SAME = Form(lambda tensor: tensor, lambda array: array)
-MATRIX = Form(_transposed, np.transpose)
-CENTRED = Form(_scales, lambda scale: scale - np.ones((), scale.dtype))
-FILTERS = Form(_filters, lambda filters: filters[::-1].T[:, None])
+def _weights(filters: Tensor) -> Tensor:
+  """Filters [k, F], newest first -> weights [F, 1, k]."""
+  taps, channels = filters.shape
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    wanted, *others = index
+    part = filters.read((slice(None), wanted))
+    oldest_first = part[::-1].T[:, None]
+    return oldest_first[(slice(None), *others)]
+
+  return filters._replace(shape=(channels, 1, taps), read=read)
+
+
+SAME = Form(lambda tensor: tensor, lambda tensor: tensor)
+MATRIX = Form(_transposed, _transposed)
+CENTRED = Form(_scales, _centred)
+FILTERS = Form(_filters, _weights)
 
 
 def columns(tensor: Tensor, ranges: Ranges) -> Tensor:
   """The tensor [..., F] at ranges of its last axis, side by side."""
+  if not tensor.shape or [*ranges] == [(0, tensor.shape[-1])]:
+    return tensor
   starts = np.cumsum([0] + [stop - start for start, stop in ranges])
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -74,7 +101,7 @@ def columns(tensor: Tensor, ranges: Ranges) -> Tensor:
         parts.append(tensor.read((*others, slice(int(begin), int(max(begin, end))))))
     return np.concatenate(parts, axis=-1)
 
-  return Tensor((*tensor.shape[:-1], int(starts[-1])), read, tensor.dtype)
+  return tensor._replace(shape=(*tensor.shape[:-1], int(starts[-1])), read=read)
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
@@ -95,4 +122,5 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     return np.concatenate(parts, axis=-1)
 
   dtypes = sorted({tensor.dtype for tensor in tensors})
-  return Tensor((*tensors[0].shape[:-1], int(starts[-1])), read, '+'.join(dtypes))
+  shape = (*tensors[0].shape[:-1], int(starts[-1]))
+  return tensors[0]._replace(shape=shape, read=read, dtype='+'.join(dtypes))

@@ -11,8 +11,6 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from valkyrie import foreign
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
@@ -94,9 +92,9 @@ def renamed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Renamed
   return name_table.read(_CLASSES[config['model_type']].names(config), tensors)
 
 
-def written(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The arrays of a model with this configuration, by the names of its class."""
-  return name_table.written(_CLASSES[config['model_type']].names(config), arrays)
+def written(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors of a model with this configuration, by the names of its class."""
+  return name_table.written(_CLASSES[config['model_type']].names(config), tensors)
 
 
 class Export(NamedTuple):

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import re
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights import forms, listing
 from valkyrie.weights.forms import Form, Ranges
@@ -124,24 +122,27 @@ def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
   return Renamed(found | others, sorted(skipped))
 
 
-def written(names: Names, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Arrays by our names, by theirs and in their form. An array without an entry keeps its name."""
-  result: dict[str, np.ndarray] = {}
-  parts: dict[str, list[tuple[Ranges, np.ndarray]]] = {}
+def written(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """Tensors by our names, by theirs and in their form; nothing is loaded yet.
+
+  A tensor without an entry keeps its name.
+  """
+  result: dict[str, Tensor] = {}
+  parts: dict[str, list[tuple[Ranges, Tensor]]] = {}
   form_of: dict[str, Form] = {}
-  for layer, group in _by_layer(arrays).items():
+  for layer, group in _by_layer(tensors).items():
     entries = {one.ours: one for one in names.entries(layer)}
-    for ours, array in group.items():
+    for ours, tensor in group.items():
       if ours not in entries:
-        result[_numbered(ours, layer)] = array
+        result[_numbered(ours, layer)] = tensor
         continue
       one = entries[ours]
       begin = 0
       for piece in one.spellings[0]:
-        width = _width(piece, array)
+        width = _width(piece, tensor)
         theirs = _numbered(piece.name, layer)
         form_of[theirs] = one.form
-        part = array[..., begin : begin + width] if array.ndim else array
+        part = forms.columns(tensor, [(begin, begin + width)])
         parts.setdefault(theirs, []).append((piece.rows or [(0, width)], part))
         begin += width
   for name, pieces in parts.items():
@@ -229,23 +230,24 @@ def _check_rows(name: str, tensor: Tensor, ranges: Ranges) -> None:
     )
 
 
-def _width(piece: Piece, array: np.ndarray) -> int:
-  """The columns of our array that are a piece."""
+def _width(piece: Piece, tensor: Tensor) -> int:
+  """The columns of our tensor that are a piece."""
   if piece.rows is not None:
     return sum(stop - start for start, stop in piece.rows)
   if piece.width is not None:
     return piece.width
-  return array.shape[-1] if array.ndim else 1
+  return tensor.shape[-1] if tensor.shape else 1
 
 
-def _joined(pieces: Sequence[tuple[Ranges, np.ndarray]]) -> np.ndarray:
+def _joined(pieces: Sequence[tuple[Ranges, Tensor]]) -> Tensor:
   """Their tensor in our form, from parts [..., F] and the rows there that their columns are."""
   if len(pieces) == 1:
     return pieces[0][1]
-  total = sum(part.shape[-1] for _, part in pieces)
-  _, first = pieces[0]
-  whole = np.empty((*first.shape[:-1], total), first.dtype)
-  for rows, part in pieces:
-    columns = np.concatenate([np.arange(start, stop) for start, stop in rows])
-    whole[..., columns] = part
-  return whole
+  found = []  # (the first row there, the range of these columns in the parts side by side)
+  place = 0
+  for rows, _ in pieces:
+    for start, stop in rows:
+      found.append((start, (place, place + stop - start)))
+      place += stop - start
+  in_their_order = [columns for _, columns in sorted(found)]
+  return forms.columns(forms.side_by_side([part for _, part in pieces]), in_their_order)

@@ -11,21 +11,18 @@ attention share them. Matrices are [inputs, outputs]. `tensor_files` reads them.
 """
 
 from collections.abc import Mapping
-import errno
-import pathlib
+import functools
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
-from safetensors.numpy import save_file
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.declarations import Parameter
 from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
 from valkyrie.types import Params
-from valkyrie.weights.tensor_files import Tensor
+from valkyrie.weights.tensor_files import Tensor, name_of_dtype
 
 FORMAT = 'valkyrie'  # in the config.json of an export
 TABLES = ('embedding', 'unembedding')  # one row for each token
@@ -120,14 +117,25 @@ def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tup
 
 
 def of_params(params: Params) -> dict[str, Tensor]:
-  """The tensors of a model, on the host."""
+  """The tensors of a model, which come to the host when they are read."""
   found = {}
   for leaf in leaves(params):
-    array = np.asarray(params[leaf.module][leaf.name])
+    array = params[leaf.module][leaf.name]
+    shape = leaf.shape[1:] if leaf.stacked else leaf.shape
+    dtype = name_of_dtype(array.dtype)
     for number, name in enumerate(leaf.tensors):
-      part = array[number] if leaf.stacked else array
-      found[name] = Tensor(part.shape, part.__getitem__)
+      layer = number if leaf.stacked else None
+      read = functools.partial(_part, array, layer)
+      found[name] = Tensor(shape, read, dtype, stored_in=f'{leaf.module}/{leaf.name}')
   return found
+
+
+def _part(array: Any, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+  """A part of an array, or of a layer of a stack."""
+  whole = np.asarray(array)
+  if layer is not None:
+    whole = whole[layer]
+  return whole[index]
 
 
 def is_adapter(name: str) -> bool:
@@ -152,7 +160,8 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
       b = _wide(up.read((every, columns)))
       return w + a @ b
 
-    return Tensor(whole.shape, read)
+    wide = 'F64' if 'F64' in (whole.dtype, down.dtype, up.dtype) else 'F32'
+    return whole._replace(read=read, dtype=wide)
 
   result = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
   for name in sorted({half[: -len(A)] for half in tensors if is_adapter(half)}):
@@ -183,23 +192,3 @@ def _fit(whole: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...]) -> 
     return False
   inputs, rank = down
   return (*whole, rank) == (inputs, *reversed(up))
-
-
-def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
-  """Writes a file and reads it back; raises an OSError if its bits differ from the arrays."""
-  contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-  try:
-    save_file(contiguous, path, metadata)
-    is_whole = _has(path, arrays)
-  except safetensors.SafetensorError as error:
-    raise OSError(errno.EIO, str(error), str(path)) from error
-  if not is_whole:
-    raise OSError(errno.EIO, 'what was written cannot be read back', str(path))
-
-
-def _has(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> bool:
-  """Whether a file has exactly these arrays, bit for bit."""
-  with safetensors.safe_open(path, 'numpy') as file:
-    if set(file.keys()) != set(arrays):
-      return False
-    return all(file.get_tensor(name).tobytes() == array.tobytes() for name, array in arrays.items())

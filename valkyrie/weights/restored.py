@@ -5,8 +5,10 @@ import os
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
+from valkyrie.checkpoint.stored_arrays import StoredArray, keeping_last
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.model import Model
@@ -30,12 +32,10 @@ def restored_params(
 
   Raises a ConfigurationError if the run has no such step, or one of another model or vocabulary.
   """
-  shapes = hk.data_structures.map(lambda _, __, declared: declared.shape, model.parameters())
+  shapes = _shapes(model)
   shardings = partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes))
   target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
-  steps = step.split(',')
-  if len({*steps}) < len(steps):
-    raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
+  steps = _steps(step)
   total, *numbers = _restored(model_dir, vocabulary, steps[0], target)
   if len(steps) == 1:
     return total, tuple(numbers)
@@ -48,8 +48,54 @@ def restored_params(
   return mean, tuple(numbers)
 
 
+def stored_params(
+  model: Model, model_dir: str | os.PathLike, vocabulary: Vocabulary, step: str = LATEST
+) -> tuple[Params, tuple[int, ...]]:
+  """As `restored_params`, but as `StoredArray`s: of all, as much as the largest is in memory."""
+  target = _shapes(model)
+  trees = []
+  numbers = []
+  for name in _steps(step):
+    params, number = _restored(model_dir, vocabulary, name, target, lazily=True)
+    trees.append(params)
+    numbers.append(number)
+  return keeping_last(jax.tree.map(_mean_of_stored, *trees)), tuple(numbers)
+
+
+def _shapes(model: Model) -> Params:
+  return hk.data_structures.map(lambda _, __, declared: declared.shape, model.parameters())
+
+
+def _steps(step: str) -> list[str]:
+  steps = step.split(',')
+  if len({*steps}) < len(steps):
+    raise ConfigurationError(f'The steps {step} name one twice. Name different ones.')
+  return steps
+
+
+def _mean_of_stored(*arrays: StoredArray) -> StoredArray:
+  """The mean of an array over steps, summed in float32 or wider."""
+  first, *others = arrays
+  if not others:
+    return first
+
+  def read() -> np.ndarray:
+    content = np.asarray(first)
+    total = content.astype(np.promote_types(content.dtype, np.float32))
+    for other in others:
+      total += np.asarray(other)
+    total /= len(arrays)
+    return total.astype(first.dtype)
+
+  return StoredArray(first.shape, first.dtype, read)
+
+
 def _restored(
-  model_dir: str | os.PathLike, vocabulary: Vocabulary, step: str, target: Params
+  model_dir: str | os.PathLike,
+  vocabulary: Vocabulary,
+  step: str,
+  target: Params,
+  lazily: bool = False,
 ) -> tuple[Params, int]:
   with open_to_read(model_dir, step) as directory:
     number = directory.latest_step()
@@ -66,4 +112,4 @@ def _restored(
         f'BOS (after a +). Bind the vocabulary that {model_dir}/config.gin names, with the same '
         '"add_bos_token" in the tokenizer_config.json beside it.'
       )
-    return directory.restore_evaluated(target), number
+    return directory.restore_evaluated(target, lazily), number

@@ -50,18 +50,20 @@ _FETCH = 'Fetch it again.'
 class Tensor(NamedTuple):
   """A tensor that is not read yet.
 
-  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or not a weight.
   read: index, a slice for each dimension -> that part, in the dtype in which it is stored.
+  dtype: its name in safetensors; anything but F64, F32, F16 and BF16 is quantized, or not a weight.
+  stored_in: the array in which it is stored, with other layers; those of one are read together.
   """
 
   shape: tuple[int, ...]
   read: Callable[[tuple[slice, ...]], np.ndarray]
   dtype: str = 'F32'
+  stored_in: str = ''
 
   @property
   def T(self) -> 'Tensor':
     """The tensor with its dimensions reversed, as numpy's."""
-    return Tensor(self.shape[::-1], lambda index: self.read(index[::-1]).T, self.dtype)
+    return self._replace(shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T)
 
 
 class Found(NamedTuple):
@@ -73,10 +75,16 @@ class Found(NamedTuple):
 
 def name_of_dtype(dtype: Any) -> str:
   """The name of a dtype in a header; '' if a header cannot have it."""
-  for name, (_, numpy_dtype) in _DTYPES.items():
-    if np.dtype(numpy_dtype) == dtype:
+  for name in _DTYPES:
+    if numpy_dtype(name) == dtype:
       return name
   return ''
+
+
+def numpy_dtype(name: str) -> Any:
+  """The dtype with this name in a header."""
+  _, dtype = _DTYPES[name]
+  return np.dtype(dtype)
 
 
 class TensorFile:
@@ -211,7 +219,7 @@ def _part(file: Any, begin: int, entry: _Entry, index: tuple[slice, ...]) -> np.
   """A part of a tensor whose first byte is at `begin`; rows are read in blocks of bounded size."""
   if entry.dtype not in _DTYPES:
     raise ValueError(f'a tensor has the dtype {entry.dtype!r:.20}')
-  dtype = np.dtype(_DTYPES[entry.dtype][1])
+  dtype = numpy_dtype(entry.dtype)
   if not entry.shape:
     return np.frombuffer(_bytes(file, begin, dtype.itemsize), dtype)[0]
   first, last, _ = index[0].indices(entry.shape[0])

@@ -1,0 +1,141 @@
+"""Writes tensors to safetensors files block by block, and reads each block back.
+
+A file of any size takes the memory of a block, and of the array in which the tensor is stored: the
+tensors of one stored array are written one after the other, at their places in the file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import errno
+import json
+import math
+import os
+import pathlib
+from typing import BinaryIO
+
+import numpy as np
+
+from valkyrie.weights.tensor_files import INDEX_SUFFIX, SUFFIX, Tensor, name_of_dtype, numpy_dtype
+
+_BLOCK_BYTES = 2**24
+_FILE_BYTES = 5 * 10**9  # the most in one file of a folder, unless one tensor has more
+_STEM = 'model'
+
+
+def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
+  """Writes `model.safetensors` into a folder, or several files and their index.
+
+  Raises an OSError if the file system refuses, or what was written cannot be read back.
+  """
+  metadata = {'format': 'pt'}  # transformers asks for it; it says nothing about the content
+  files = _files(tensors)
+  if len(files) == 1:
+    write_file(folder / f'{_STEM}{SUFFIX}', tensors, metadata)
+    return
+  file_of: dict[str, str] = {}
+  for number, names in enumerate(files, start=1):
+    file = f'{_STEM}-{number:05}-of-{len(files):05}{SUFFIX}'
+    write_file(folder / file, {name: tensors[name] for name in names}, metadata)
+    file_of |= dict.fromkeys(names, file)
+  index = {
+    'metadata': {'total_size': sum(map(_size, tensors.values()))},
+    'weight_map': {name: file_of[name] for name in sorted(file_of)},
+  }
+  text = json.dumps(index, indent=2) + '\n'
+  (folder / f'{_STEM}{INDEX_SUFFIX}').write_text(text)
+
+
+def write_file(
+  path: pathlib.Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+  """Writes a new file with each tensor in its `dtype`; raises an OSError as `write_folder` does."""
+  header, places = _header(tensors, metadata)
+  with open(path, 'x+b', buffering=0) as file:
+    _put(file, header, 0)
+    for name in _in_stored_order(tensors):
+      place = len(header) + places[name]
+      for block in _blocks(tensors[name]):
+        _put(file, block, place)
+        place += len(block)
+    os.fsync(file.fileno())
+
+
+def of_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+  """Arrays as tensors."""
+  tensors = {}
+  for name, array in arrays.items():
+    tensors[name] = Tensor(array.shape, array.__getitem__, name_of_dtype(array.dtype))
+  return tensors
+
+
+def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+  """The names of the tensors in each file."""
+  files: list[list[str]] = [[]]
+  used = 0
+  for name in _in_stored_order(tensors):
+    size = _size(tensors[name])
+    if files[-1] and used + size > _FILE_BYTES:
+      files.append([])
+      used = 0
+    files[-1].append(name)
+    used += size
+  return files
+
+
+def _in_stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
+  """The names; those of one stored array follow one another."""
+  place: dict[str, int] = {}
+  for tensor in tensors.values():
+    place.setdefault(tensor.stored_in, len(place))
+  return sorted(tensors, key=lambda name: place[tensors[name].stored_in])
+
+
+def _header(
+  tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+  """The first bytes of a file, and the place of each tensor after them.
+
+  Wide values come first, so that all are at multiples of their size, as readers that map files
+  expect.
+  """
+  fields: dict[str, object] = {'__metadata__': dict(metadata)}
+  places: dict[str, int] = {}
+  place = 0
+  for name in sorted(tensors, key=lambda name: -numpy_dtype(tensors[name].dtype).itemsize):
+    tensor = tensors[name]
+    places[name] = place
+    end = place + _size(tensor)
+    shape = [*map(int, tensor.shape)]
+    fields[name] = {'dtype': tensor.dtype, 'shape': shape, 'data_offsets': [place, end]}
+    place = end
+  text = json.dumps(fields).encode()
+  text += b' ' * (-len(text) % 8)
+  return len(text).to_bytes(8, 'little') + text, places
+
+
+def _size(tensor: Tensor) -> int:
+  return math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
+
+
+def _blocks(tensor: Tensor) -> Iterator[bytes]:
+  """The bytes of a tensor."""
+  dtype = numpy_dtype(tensor.dtype)
+  if not tensor.shape:
+    yield np.asarray(tensor.read(())).astype(dtype).tobytes()
+    return
+  rows, *inner = tensor.shape
+  row_bytes = dtype.itemsize * math.prod(inner)
+  at_once = max(1, _BLOCK_BYTES // max(1, row_bytes))
+  others: Sequence[slice] = [slice(None)] * len(inner)
+  for row in range(0, rows, at_once):
+    part = tensor.read((slice(row, min(rows, row + at_once)), *others))
+    yield np.asarray(part).astype(dtype, copy=False).tobytes()
+
+
+def _put(file: BinaryIO, content: bytes, place: int) -> None:
+  """Writes bytes at a place, and reads them back."""
+  left = memoryview(content)
+  while left:
+    count = os.pwrite(file.fileno(), left, place + len(content) - len(left))
+    left = left[count:]
+  if os.pread(file.fileno(), len(content), place) != content:
+    raise OSError(errno.EIO, 'what was written cannot be read back', file.name)
