@@ -587,6 +587,20 @@ def test_a_full_disk_has_room_when_fewer_steps_are_kept(small_disk):
   assert present(run) == ['4']
 
 
+def test_a_start_deletes_what_is_no_longer_kept_before_it_writes(tmp_path):
+  """Also where the disk still takes a small file: the next one would wait for room."""
+  with Checkpoints(keep=3).open(tmp_path) as checkpoints:
+    for step in (1, 2, 3):
+      checkpoints.save(step, {'w': jnp.ones(3)}, {})
+  with Checkpoints(keep=1).open(tmp_path) as checkpoints:
+    assert present(tmp_path) == ['1', '2', '3'], 'a start that fails has deleted nothing'
+    checkpoints.make_room()
+    assert present(tmp_path) == ['3'] and checkpoints.latest_step() == 3
+    np.testing.assert_array_equal(
+      checkpoints.restore({'w': jax.ShapeDtypeStruct((3,), 'float32')})['w'], 1
+    )
+
+
 def test_on_a_full_disk_the_step_that_is_replaced_makes_room(small_disk):
   """`keep = 2` and room for two steps: the older one goes first, the newest valid one never."""
   run, random = small_disk / 'run', np.random.default_rng(0)

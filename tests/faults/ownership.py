@@ -155,7 +155,9 @@ def paused(harness: Harness, times: int) -> Iterator[Trial]:
 )
 def lower_keep(harness: Harness, times: int) -> Iterator[Trial]:
   for left in range(0, 4096 * times, 4096):
-    with _killed(harness) as (name, run, ballast):
+    # Killed then, a run has two old steps. The last save and the picture of the losses need more
+    # than the room of one.
+    with _killed(harness, at=22) as (name, run, ballast):
       _fill(ballast, left)
       harness.run(name, f'--model_dir={run}', '--gin.Checkpoints.keep=1')
       yield Trial(f'{left} bytes left', harness.difference(name))

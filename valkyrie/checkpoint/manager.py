@@ -144,14 +144,14 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     return newest
 
   def make_room(self) -> None:
-    """Deletes what `Checkpoints` no longer keeps if the disk was full; before anything is written.
+    """Deletes what `Checkpoints` no longer keeps, before anything waits for room on the disk.
 
     The caller has made sure that this run continues the run that saved the steps. Raises a
-    StorageError if there is still no room.
+    StorageError if the disk was full, and still is.
     """
+    self._change(self._delete_old)
     if all(processes.exchange('room', self._has_room)):
       return
-    processes.exchange('made', self._change(self._delete_old))
     if not self._steps.check_writable():
       raise StorageError(
         f'There is no room in {self.directory}, and Checkpoints.keep={self._options.keep} keeps '
