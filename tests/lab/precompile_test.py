@@ -17,7 +17,7 @@ import tiny_run
 from valkyrie import main
 from valkyrie.config.load import load_gin, override_gin
 from valkyrie.errors import ConfigurationError
-from valkyrie.lab.certificates import precompile, topologies
+from valkyrie.lab.certificates import certificate, precompile, topologies
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
@@ -80,6 +80,13 @@ def test_every_phase_has_all_fields(certificates):
     assert c['activations'] == {'batch': ['data'], 'time': [], 'activation': []}
     parts = c['argument_bytes'] + c['temporary_bytes'] + c['output_bytes'] - c['alias_bytes']
     assert c['total_bytes'] == parts
+
+
+def test_the_text_names_what_is_sent_between_nodes(certificates):
+  inside = certificate.text(certificates[0])
+  between = certificate.text({**certificates[0], 'dcn_bytes': 2_000_000})
+  assert 'between nodes' not in inside
+  assert ', 0.002 GB of it between nodes or slices' in between
 
 
 def test_zero1_sends_weights_and_gradients_once_per_step(certificates):

@@ -279,7 +279,7 @@ def text(certificate: Mapping[str, Any]) -> str:
     ),
     'kept for the run': c['program'],
     'memory traffic': f'{c["hbm_traffic_bytes"] / 1e12:.3g} TB per chip and step',
-    'bytes sent': _sent_text(c['collective_bytes']),
+    'bytes sent': _sent_text(c['collective_bytes'], c.get('dcn_bytes', 0)),
   }
   largest = c['largest_collective_in_loops']
   if largest:
@@ -306,10 +306,14 @@ def _memory_text(c: Mapping[str, Any]) -> str:
   return f'{memory} (arguments {arguments}, temporaries {temporaries})'
 
 
-def _sent_text(bytes_by_kind: Mapping[str, int]) -> str:
+def _sent_text(bytes_by_kind: Mapping[str, int], between: int) -> str:
+  """The bytes by kind, and those of them that go between nodes or slices."""
   total = sum(bytes_by_kind.values())
   kinds = [f'{kind} {size / 1e9:.3g}' for kind, size in bytes_by_kind.items()]
-  return f'{total / 1e9:.3g} GB per chip and step ({", ".join(kinds) or "none"})'
+  sent = f'{total / 1e9:.3g} GB per chip and step ({", ".join(kinds) or "none"})'
+  if between:
+    sent += f', {between / 1e9:.3g} GB of it between nodes or slices'
+  return sent
 
 
 def _estimate_texts(c: Mapping[str, Any]) -> dict[str, str]:
