@@ -349,6 +349,13 @@ def test_a_build_says_which_files_of_a_folder_it_leaves_out(tmp_path, caplog):
   assert caplog.text.count('is read without these files of the folder: b.csv.') == 1
 
 
+def test_the_advice_on_files_left_out_names_the_formats_of_the_source(tmp_path, caplog):
+  (tmp_path / 'a.txt').write_text('text')
+  (tmp_path / 'b.md').write_text('text')
+  Records(str(tmp_path), ['text'], formats=('.txt',))
+  assert 'b.md. To read them, name them by a pattern, or convert them to .txt.' in caplog.text
+
+
 LITERAL = [
   '[2024] notes',
   'what?',

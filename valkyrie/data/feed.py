@@ -85,7 +85,7 @@ class TaskFeed:
       epochs: number of epochs after which the feed ends; None is endless.
       data_dir: directory of the stores; default $VALKYRIE_CACHE, $XDG_CACHE_HOME/valkyrie or
         ~/.cache/valkyrie. Finished stores at an address (gs://, s3://) are copied to that default.
-      source: location of the documents, for tasks that need one (text, fineweb).
+      source: location of the documents, for tasks that read files of a user, such as text.
       options: options of the task's source; None leaves one out.
       unique: keep only the first of several documents with equal tokens.
       learn_eos: also train on the EOS after an answer (texts without prompts always do).

@@ -99,7 +99,7 @@ class Records:
       _warn_once(
         f'The source {self.files} is read without these files of the folder: '
         f'{file_names.some(names)}. To read them, name them by a pattern, or convert them to '
-        f'{", ".join(FORMATS)}.'
+        f'{", ".join(formats)}.'
       )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:
