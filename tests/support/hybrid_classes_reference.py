@@ -1,4 +1,4 @@
-"""`qwen3_5_text`, `olmo_hybrid`, `mamba2` and `nemotron_h` of transformers in float64.
+"""`qwen3_5_text`, `olmo_hybrid`, `mamba2`, `nemotron_h` and `lfm2` of transformers in float64.
 
 Each has `config`, `tensors` and `logits`, from the equations of their layers.
 """
@@ -368,3 +368,85 @@ class NemotronH:
         q, k, v = (_project(h, w[f'{name}_proj.weight'], of['head_dim']) for name in 'qkv')
         x = x + parts.attend(q, k, v).reshape(len(x), -1) @ w['o_proj.weight'].T
     return parts.rms(x, epsilon) * weights['backbone.norm_f.weight'] @ weights['lm_head.weight'].T
+
+
+class Lfm2:
+  """`lfm2`: short convolutions with two gates, and attention with norms of queries and keys."""
+
+  @staticmethod
+  def config(**changes):
+    return {
+      'model_type': 'lfm2', 'vocab_size': 50, 'hidden_size': 24, 'num_hidden_layers': 4,
+      'intermediate_size': 40, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8,
+      'max_position_embeddings': 64, 'norm_eps': 1e-3, 'conv_L_cache': 4, 'conv_bias': False,
+      'block_auto_adjust_ff_dim': True, 'block_ffn_dim_multiplier': 1.2, 'block_multiple_of': 5,
+      'layer_types': ['conv', 'full_attention', 'conv', 'conv'], 'tie_word_embeddings': True,
+      'rope_parameters': {'rope_type': 'default', 'rope_theta': 100.0}, **changes,
+    }  # fmt: skip
+
+  @staticmethod
+  def _inner(of):
+    inner = of['intermediate_size']
+    if of['block_auto_adjust_ff_dim']:
+      inner = int(of['block_ffn_dim_multiplier'] * int(2 * inner / 3))
+      inner = int(np.ceil(inner / of['block_multiple_of'])) * of['block_multiple_of']
+    return inner
+
+  @classmethod
+  def tensors(cls, of, seed=5):
+    draws, width, head = parts.Draws(seed), of['hidden_size'], of['head_dim']
+    queries, keys = of['num_attention_heads'] * head, of['num_key_value_heads'] * head
+    found = {
+      'model.embed_tokens.weight': draws.matrix(of['vocab_size'], width),
+      'model.embedding_norm.weight': draws.scale(width),
+    }
+    if not of['tie_word_embeddings']:
+      found['lm_head.weight'] = draws.matrix(of['vocab_size'], width)
+    for layer, kind in enumerate(of['layer_types']):
+      own = {
+        'operator_norm.weight': draws.scale(width),
+        'ffn_norm.weight': draws.scale(width),
+        'feed_forward.w1.weight': draws.matrix(cls._inner(of), width),
+        'feed_forward.w3.weight': draws.matrix(cls._inner(of), width),
+        'feed_forward.w2.weight': draws.matrix(width, cls._inner(of)),
+      }
+      if kind == 'conv':
+        own |= {
+          'conv.in_proj.weight': draws.matrix(3 * width, width),
+          'conv.conv.weight': draws.filters(width, of['conv_L_cache']),
+          'conv.out_proj.weight': draws.matrix(width, width),
+        }
+      else:
+        own |= {
+          'self_attn.q_proj.weight': draws.matrix(queries, width),
+          'self_attn.k_proj.weight': draws.matrix(keys, width),
+          'self_attn.v_proj.weight': draws.matrix(keys, width),
+          'self_attn.q_layernorm.weight': draws.scale(head),
+          'self_attn.k_layernorm.weight': draws.scale(head),
+          'self_attn.out_proj.weight': draws.matrix(width, queries),
+        }
+      found |= {f'model.layers.{layer}.{name}': value for name, value in own.items()}
+    return found
+
+  @classmethod
+  def logits(cls, of, weights, tokens):
+    weights, epsilon, head = _wide(weights), of['norm_eps'], of['head_dim']
+    x = weights['model.embed_tokens.weight'][tokens]
+    for layer, kind in enumerate(of['layer_types']):
+      w = _inside(weights, f'model.layers.{layer}.')
+      h = parts.rms(x, epsilon) * w['operator_norm.weight']
+      if kind == 'conv':
+        b, c, inner = np.split(h @ w['conv.in_proj.weight'].T, 3, axis=1)
+        y = c * parts.convolve(b * inner, w['conv.conv.weight'])
+        x = x + y @ w['conv.out_proj.weight'].T
+      else:
+        q, k, v = (_project(h, w[f'self_attn.{name}_proj.weight'], head) for name in 'qkv')
+        q = parts.rms(q, epsilon) * w['self_attn.q_layernorm.weight']
+        k = parts.rms(k, epsilon) * w['self_attn.k_layernorm.weight']
+        q, k = (parts.rotate(part, of['rope_parameters']['rope_theta']) for part in (q, k))
+        x = x + parts.attend(q, k, v).reshape(len(x), -1) @ w['self_attn.out_proj.weight'].T
+      h = parts.rms(x, epsilon) * w['ffn_norm.weight']
+      gate = parts.silu(h @ w['feed_forward.w1.weight'].T)
+      x = x + (gate * (h @ w['feed_forward.w3.weight'].T)) @ w['feed_forward.w2.weight'].T
+    head = weights.get('lm_head.weight', weights['model.embed_tokens.weight'])
+    return parts.rms(x, epsilon) * weights['model.embedding_norm.weight'] @ head.T

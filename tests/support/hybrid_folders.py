@@ -3,7 +3,7 @@
 import json
 
 import gated_deltanet_reference
-from hybrid_classes_reference import Mamba2, NemotronH, OlmoHybrid, Qwen35
+from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 import jax
 import jax.numpy as jnp
 from safetensors.numpy import save_file
@@ -33,6 +33,11 @@ MODELS = {
   ),
   'mamba': (Mamba2, Mamba2.config()),
   'nemotron': (NemotronH, NemotronH.config()),
+  'lfm2': (Lfm2, Lfm2.config()),
+  'lfm2 untied': (
+    Lfm2,
+    Lfm2.config(tie_word_embeddings=False, block_auto_adjust_ff_dim=False, conv_L_cache=3),
+  ),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import gin
-from hybrid_classes_reference import Mamba2, NemotronH, OlmoHybrid, Qwen35
+from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 from hybrid_folders import DELTA, MODELS, loaded, model_of, whole, write, written_back
 import jax
 import numpy as np
@@ -144,6 +144,17 @@ FIELDS = [
       ('mamba_proj_bias', True), ('attention_bias', True), ('tie_word_embeddings', True),
       ('sliding_window', 8), ('time_step_limit', [0.001, 0.1]), ('surprise', False),
       ('attention_head_dim', 4),
+    )
+  ),
+  *(
+    ('lfm2', {field: value}, f'{field}: ')
+    for field, value in (
+      ('conv_bias', True), ('conv_bias', None), ('conv_L_cache', None), ('norm_eps', None),
+      ('block_auto_adjust_ff_dim', None), ('block_multiple_of', 0), ('block_ff_dim', 41),
+      ('tie_embedding', False), ('tie_word_embeddings', None), ('num_key_value_heads', None),
+      ('layer_types', ['linear_attention'] * 4), ('layer_types', ['conv']), ('rope_theta', None),
+      ('full_attn_idxs', [4]), ('full_attn_idxs', [True]), ('full_attn_idxs', 1),
+      ('intermediate_size', None), ('block_ffn_dim_multiplier', 1e308), ('surprise', False),
     )
   ),
   ('nemotron', {'hybrid_override_pattern': 'M-E*-'}, "layers of 'E'"),
@@ -303,8 +314,23 @@ def test_defaults_are_those_of_the_class(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(nemotron))
   plan = huggingface.plan(huggingface.configuration(tmp_path))
   assert plan.bindings['LanguageModel.layers'] == 5  # the list counts
+  # As transformers 5.23 writes the list.
+  types = ['linear_attention', 'mlp', 'linear_attention', 'full_attention', 'mlp']
+  del nemotron['hybrid_override_pattern'], nemotron['num_hidden_layers']
+  (tmp_path / 'config.json').write_text(json.dumps({**nemotron, 'layers_block_type': types}))
+  assert huggingface.plan(huggingface.configuration(tmp_path)) == plan
   mamba = {name: value for name, value in Mamba2.config().items() if name != 'n_groups'}
   assert huggingface.plan(mamba).bindings['Mamba2.groups'] == 8
+  lfm2 = {name: value for name, value in Lfm2.config().items() if 'block_' not in name}
+  for name in ('layer_types', 'rope_parameters', 'tie_word_embeddings', 'conv_L_cache'):
+    del lfm2[name]
+  bindings = huggingface.bindings(lfm2)
+  assert bindings['Rotary.base'] == 1e6 and bindings['LanguageModel.tied']
+  assert bindings['Block.mlp_width'] == 256  # two thirds of 40, up to a multiple
+  plan = huggingface.plan({**lfm2, 'full_attn_idxs': [1], 'block_ffn_dim_multiplier': None})
+  assert [*plan.layers] == ['conv', 'full_attention', 'conv', 'conv']
+  assert plan.bindings['conv/ShortConvolution.taps'] == 3
+  assert plan.bindings['Block.mlp_width'] == 26
 
 
 @pytest.mark.parametrize('name', MODELS)

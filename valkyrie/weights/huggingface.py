@@ -18,6 +18,7 @@ from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
 from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
+from valkyrie.weights.classes.lfm2 import Lfm2
 from valkyrie.weights.classes.llama import Llama
 from valkyrie.weights.classes.mamba2 import Mamba2
 from valkyrie.weights.classes.mistral import Mistral
@@ -38,6 +39,7 @@ _HYBRIDS: tuple[ModelClass, ...] = (
   Qwen35WithImages(),
   Mamba2(),
   NemotronH(),
+  Lfm2(),
 )
 _CLASSES: dict[str, ModelClass] = {one.kind: one for one in (*_DECODERS, *_HYBRIDS)}
 

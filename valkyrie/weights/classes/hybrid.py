@@ -56,15 +56,36 @@ def shared_bindings(config: Mapping[str, Any], epsilon: float) -> dict[str, Any]
   }
 
 
+def with_one_spelling(
+  file: pathlib.Path, config: Mapping[str, Any], spellings: Mapping[str, str]
+) -> dict[str, Any]:
+  """The configuration with one name for each field, from {another spelling: name}.
+
+  Raises a ConfigurationError if two spellings have different values.
+  """
+  result = dict(config)
+  for spelling, name in spellings.items():
+    value = result.pop(spelling, None)
+    if value is not None and result.setdefault(name, value) != value:
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(result[name])} and {spelling}: {json.dumps(value)}. '
+        'Remove the one that does not count.'
+      )
+  return result
+
+
 # The names of kinds of layers in older files, and today.
 _TYPES = {'linear_attention': 'linear_attention', 'full_attention': 'full_attention'}
 _TYPES |= {'mamba': 'linear_attention', 'attention': 'full_attention'}
 
 
 def layer_types(
-  file: pathlib.Path | None, config: Mapping[str, Any], default: Sequence[str]
+  file: pathlib.Path | None,
+  config: Mapping[str, Any],
+  default: Sequence[str],
+  known: Mapping[str, str] = _TYPES,
 ) -> Sequence[str]:
-  """The kind of each layer, 'linear_attention' or 'full_attention', also from its older name.
+  """The kind of each layer, from {a name in `layer_types`: a kind}.
 
   Raises a ConfigurationError for another list than one of these for each layer.
   """
@@ -72,13 +93,13 @@ def layer_types(
   if types is None:
     return default
   count = config['num_hidden_layers']
-  are_known = all(isinstance(one, str) and one in _TYPES for one in types)
+  are_known = all(isinstance(one, str) and one in known for one in types)
   if not are_known or len(types) != count:
     raise ConfigurationError(
-      f'{file} has layer_types: {json.dumps(types):.80}, but {count} of {", ".join(_TYPES)} were '
+      f'{file} has layer_types: {json.dumps(types):.80}, but {count} of {", ".join(known)} were '
       f'expected. {FETCH}'
     )
-  return [_TYPES[one] for one in types]
+  return [known[one] for one in types]
 
 
 def delta_bindings(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:

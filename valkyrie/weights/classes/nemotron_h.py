@@ -11,7 +11,7 @@ from typing import Any
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights.classes import parts
-from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings
+from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings, with_one_spelling
 from valkyrie.weights.classes.mamba2 import check_steps
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts
@@ -24,6 +24,7 @@ _NEEDED = (
   'mamba_head_dim', 'ssm_state_size', 'max_position_embeddings',
 )  # fmt: skip
 _KINDS = {'M': 'mamba', '*': 'attention', '-': 'mlp'}  # of hybrid_override_pattern
+_TYPES = {'linear_attention': 'mamba', 'full_attention': 'attention'}  # of transformers since 5
 # {another spelling: name}.
 _SPELLINGS = {
   'mamba_n_groups': 'n_groups', 'mamba_d_conv': 'conv_kernel', 'mamba_conv_bias': 'use_conv_bias',
@@ -78,13 +79,7 @@ class NemotronH(Hybrid):
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
     config = super().checked(file, found)
     check_steps(file, config)
-    for spelling, name in _SPELLINGS.items():
-      value = config.pop(spelling, None)
-      if value is not None and config.setdefault(name, value) != value:
-        raise ConfigurationError(
-          f'{file} has {name}: {config[name]} and {spelling}: {value}. Remove the one that does '
-          'not count.'
-        )
+    config = with_one_spelling(file, config, _SPELLINGS)
     layers = _layers(config)
     unknown = sorted({*map(repr, layers)} - {*map(repr, _KINDS.values())})
     if unknown or not layers:
@@ -201,7 +196,7 @@ def _layers(config: Mapping[str, Any]) -> Sequence[str]:
   """The kind of each layer; the length of the list counts, whatever num_hidden_layers says."""
   types = config.get('layers_block_type')
   if types is not None:
-    return types
+    return [_TYPES.get(one, one) if isinstance(one, str) else one for one in types]
   return [_KINDS.get(one, one) for one in config.get('hybrid_override_pattern') or '']
 
 
