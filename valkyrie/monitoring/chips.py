@@ -63,12 +63,13 @@ class Gpu(NamedTuple):
 
 
 # NVIDIA's data sheets of the SXM boards, with half of NVLink's sum of both directions. The network
-# is that of a DGX: 200 Gb/s a GPU for A100, 400 Gb/s for the others. The memory of A100 and H100 is
-# that of github.com/openxla/xla, xla/backends/gpu/target_config/specs; H200 has its data sheet's.
+# is that of a DGX: 200 Gb/s a GPU for A100, 400 Gb/s for the others. The sizes of the memory are
+# those of github.com/openxla/xla, xla/backends/gpu/target_config/specs.
 GPUS = {
-  'a100': Gpu('NVIDIA A100', 312e12, 84974239744, 2.039e12, 3e11, 2.5e10),
+  'a100': Gpu('NVIDIA A100', 312e12, 85100068864, 2.039e12, 3e11, 2.5e10),
   'h100': Gpu('NVIDIA H100', 989e12, 84942979072, 3.35e12, 4.5e11, 5e10),
-  'h200': Gpu('NVIDIA H200', 989e12, 141 * 10**9, 4.8e12, 4.5e11, 5e10),
+  'h200': Gpu('NVIDIA H200', 989e12, 151397597184, 4.8e12, 4.5e11, 5e10),
+  'b200': Gpu('NVIDIA B200', 2250e12, 191514411008, 7.67e12, 9e11, 5e10),
 }
 
 

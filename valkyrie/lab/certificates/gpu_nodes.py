@@ -47,6 +47,15 @@ _TARGETS = {
     'fpus_per_core': 128,
     'major': 9,
   },
+  'b200': {
+    'core_count': 148,
+    'clock_rate_ghz': 1.965,
+    'l2_cache_size': 132644864,
+    'shared_memory_per_core': 233472,
+    'shared_memory_per_block_optin': 232448,
+    'fpus_per_core': 128,
+    'major': 10,
+  },
 }
 _TARGETS['h200'] = _TARGETS['h100']  # the same chip with more memory
 
