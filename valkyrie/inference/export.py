@@ -7,12 +7,12 @@ layers.0.mlp.out its matrix `layers.0.mlp.out`, its factors `..._v` and `..._u`,
 sites is `decomposition...`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import json
 import math
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import numpy as np
@@ -34,7 +34,7 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
 from valkyrie.monitoring.waiting import doing
 from valkyrie.storage import owned
-from valkyrie.weights import forms, huggingface, named_tensors, tensor_writer
+from valkyrie.weights import forms, huggingface, named_tensors, peft, tensor_writer
 from valkyrie.weights.tensor_files import Tensor
 
 _CARD = """# {name}
@@ -43,8 +43,8 @@ _CARD = """# {name}
 
 | file | content |
 | --- | --- |
-| `model.safetensors` | the tensors, by {whose} names |
-| `config.json` | {whose} configuration |
+| `{prefix}model.safetensors` | the tensors, by {whose} names |
+| `{prefix}config.json` | {whose} configuration |
 | other files | the tokenizer and what is kept beside it, unless the model reads bytes |
 
 {use}
@@ -58,6 +58,7 @@ _USE = {
   'components': 'Matrices are [inputs, outputs]. docs/decomposition.md shows how to compute '
   'importances and masked products from them in numpy.',
   'first_carry': "Valkyrie begins documents with it: `open_run.first_carry = 'FOLDER'`.",
+  'peft': '`peft.PeftModel.from_pretrained(BASE, FOLDER)` adds it to the model BASE.',
   'huggingface': '`transformers.AutoModelForCausalLM.from_pretrained(FOLDER)` opens it.',
 }
 
@@ -82,8 +83,9 @@ def export(
     opened: opens the run.
     model: the class of the model.
     form: 'valkyrie'; 'huggingface', for a model that one of `weights.classes` can be;
-      'components', for one step of a decomposition; or 'first_carry', only a learned carry, with
-      the norm that tells its weights from others.
+      'peft', only adapters, for the folder of Hugging Face that the run began with; 'components',
+      for one step of a decomposition; or 'first_carry', only a learned carry, with the norm that
+      tells its weights from others.
     dtype: 'float32' or 'bfloat16' in the form 'huggingface'; None keeps that of the parameters. The
       rates and steps of recurrences stay float32.
 
@@ -106,45 +108,86 @@ def export(
     theirs = huggingface.export_of(model)
   with doing('reading the checkpoint'):
     loaded = opened(model_dir, step, lazily=form != 'components')
-  steps = ', '.join(map(str, loaded.steps))
-  tensors = _components(loaded) if form == 'components' else _tensors(loaded)
-  if form == 'first_carry':
-    tensors = _first_carry(tensors)
-  count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-  if theirs is None:
-    config: dict[str, Any] = {
-      'format': named_tensors.FORMAT,
-      'version': __version__,
-      'steps': [*loaded.steps],
-      'parameters': count,
-      'vocabulary': loaded.tokenizer.fingerprint,
-      'vocabulary_size': loaded.model.about.vocabulary_size,
-      'eos_id': loaded.tokenizer.eos_id,
-      'bos': [*loaded.tokenizer.bos],
-      'model': _of_model(record.bindings(), form),
-    }
+  if form == 'peft':
+    content = _adapters(loaded, model)
+  elif theirs is None:
+    content = _own(loaded, form)
   else:
-    config, scale = theirs
-    config['eos_token_id'] = loaded.tokenizer.eos_id
-    config['bos_token_id'] = next(iter(loaded.tokenizer.bos), None)
-    config['pad_token_id'] = None  # a class there may expect one beyond this vocabulary
-    if not config['tie_word_embeddings']:
-      tensors.setdefault('unembedding', tensors['embedding'])
-    tensors['embedding'] = _scaled(tensors['embedding'], scale)
-    tensors = huggingface.written(config, tensors)
-    if dtype is not None:
-      config['torch_dtype'] = dtype
-      tensors = _rounded(tensors, _DTYPES[dtype])
+    content = _theirs(loaded, theirs, dtype)
+  tensors, config, count = content
+  steps = ', '.join(map(str, loaded.steps))
   name = pathlib.Path(model_dir).resolve().name
-  whose = "Valkyrie's" if theirs is None else "Hugging Face's"
-  card = _CARD.format(name=name, parameters=count, step=steps, whose=whose, use=_USE[form])
+  whose = "Hugging Face's" if form in ('huggingface', 'peft') else "Valkyrie's"
+  prefix = 'adapter_' if form == 'peft' else ''
+  card = _CARD.format(
+    name=name, parameters=count, step=steps, whose=whose, prefix=prefix, use=_USE[form]
+  )
   message = f'{folder} cannot be written'
   with write_errors(message, 'name another --output'), owned.new_folder(folder) as unfinished:
-    tensor_writer.write_folder(unfinished, tensors)
-    (unfinished / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
+    tensor_writer.write_folder(unfinished, tensors, f'{prefix}model')
+    (unfinished / f'{prefix}config.json').write_text(json.dumps(config, indent=2) + '\n')
     (unfinished / 'README.md').write_text(card)
     vocabularies.copy(loaded.tokenizer, unfinished)
   print(f'step {steps}: {count:,} parameters in {output}')
+
+
+class _Content(NamedTuple):
+  """The tensors and the configuration of a folder, and the number of parameters in it."""
+
+  tensors: dict[str, Tensor]
+  config: dict[str, Any]
+  parameters: int
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
+  return sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+
+def _own(loaded: LoadedModel, form: str) -> _Content:
+  """The content in one of Valkyrie's forms."""
+  tensors = _components(loaded) if form == 'components' else _tensors(loaded)
+  if form == 'first_carry':
+    tensors = _first_carry(tensors)
+  count = _count(tensors)
+  config = {
+    'format': named_tensors.FORMAT,
+    'version': __version__,
+    'steps': [*loaded.steps],
+    'parameters': count,
+    'vocabulary': loaded.tokenizer.fingerprint,
+    'vocabulary_size': loaded.model.about.vocabulary_size,
+    'eos_id': loaded.tokenizer.eos_id,
+    'bos': [*loaded.tokenizer.bos],
+    'model': _of_model(record.bindings(), form),
+  }
+  return _Content(tensors, config, count)
+
+
+def _theirs(loaded: LoadedModel, theirs: huggingface.Export, dtype: str | None) -> _Content:
+  """The content as a class of Hugging Face."""
+  tensors = _tensors(loaded)
+  count = _count(tensors)
+  config, scale = theirs
+  config['eos_token_id'] = loaded.tokenizer.eos_id
+  config['bos_token_id'] = next(iter(loaded.tokenizer.bos), None)
+  config['pad_token_id'] = None  # a class there may expect one beyond this vocabulary
+  if not config['tie_word_embeddings']:
+    tensors.setdefault('unembedding', tensors['embedding'])
+  tensors['embedding'] = _scaled(tensors['embedding'], scale)
+  tensors = huggingface.written(config, tensors)
+  if dtype is not None:
+    config['torch_dtype'] = dtype
+    tensors = _rounded(tensors, _DTYPES[dtype])
+  return _Content(tensors, config, count)
+
+
+def _adapters(loaded: LoadedModel, model: Callable[..., LanguageModel]) -> _Content:
+  """The adapters, for the folder that the run began with."""
+  base = peft.open_base(record.bindings().get('train.initial_weights'))
+  tensors = named_tensors.of_params(loaded.params)
+  adapters = peft.adapters(base.config, tensors)
+  peft.check_base(base, model, tensors)
+  return _Content(adapters, peft.configuration(adapters, base.folder), _count(adapters))
 
 
 def _tensors(loaded: LoadedModel) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from valkyrie.weights.classes.nemotron_h import NemotronH
 from valkyrie.weights.classes.olmo_hybrid import OlmoHybrid
 from valkyrie.weights.classes.qwen3 import Qwen3
 from valkyrie.weights.classes.qwen3_5 import Qwen35, Qwen35WithImages
-from valkyrie.weights.name_table import Renamed
+from valkyrie.weights.name_table import Names, Renamed
 from valkyrie.weights.plan import Plan
 from valkyrie.weights.tensor_files import Tensor, read_json
 
@@ -91,12 +91,17 @@ def gin_text(config: Mapping[str, Any]) -> str:
 
 def renamed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Renamed:
   """The tensors of a folder by our names; see `name_table.read`."""
-  return name_table.read(_CLASSES[config['model_type']].names(config), tensors)
+  return name_table.read(names(config), tensors)
 
 
 def written(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   """The tensors of a model with this configuration, by the names of its class."""
-  return name_table.written(_CLASSES[config['model_type']].names(config), tensors)
+  return name_table.written(names(config), tensors)
+
+
+def names(config: Mapping[str, Any]) -> Names:
+  """The table of names of a model with this configuration."""
+  return _CLASSES[config['model_type']].names(config)
 
 
 class Export(NamedTuple):

@@ -150,6 +150,18 @@ def written(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   return result
 
 
+def joint(names: Names, tensors: Mapping[str, Any]) -> dict[str, dict[str, Form]]:
+  """{a tensor there: {each of our tensors that has rows of it: its form}}."""
+  result: dict[str, dict[str, Form]] = {}
+  for layer, group in _by_layer(tensors).items():
+    for one in names.entries(layer):
+      if one.ours in group:
+        for piece in one.spellings[0]:
+          theirs = _numbered(piece.name, layer)
+          result.setdefault(theirs, {})[_numbered(one.ours, layer)] = one.form
+  return result
+
+
 def _by_layer(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """{number of a layer, or '': {name with # in its place: tensor}}."""
   groups: dict[str, dict[str, Any]] = {}

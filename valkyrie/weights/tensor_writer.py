@@ -18,10 +18,9 @@ from valkyrie.weights.tensor_files import INDEX_SUFFIX, SUFFIX, Tensor, name_of_
 
 _BLOCK_BYTES = 2**24
 _FILE_BYTES = 5 * 10**9  # the most in one file of a folder, unless one tensor has more
-_STEM = 'model'
 
 
-def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
+def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor], stem: str = 'model') -> None:
   """Writes `model.safetensors` into a folder, or several files and their index.
 
   Raises an OSError if the file system refuses, or what was written cannot be read back.
@@ -29,11 +28,11 @@ def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
   metadata = {'format': 'pt'}  # transformers asks for it; it says nothing about the content
   files = _files(tensors)
   if len(files) == 1:
-    write_file(folder / f'{_STEM}{SUFFIX}', tensors, metadata)
+    write_file(folder / f'{stem}{SUFFIX}', tensors, metadata)
     return
   file_of: dict[str, str] = {}
   for number, names in enumerate(files, start=1):
-    file = f'{_STEM}-{number:05}-of-{len(files):05}{SUFFIX}'
+    file = f'{stem}-{number:05}-of-{len(files):05}{SUFFIX}'
     write_file(folder / file, {name: tensors[name] for name in names}, metadata)
     file_of |= dict.fromkeys(names, file)
   index = {
@@ -41,7 +40,7 @@ def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor]) -> None:
     'weight_map': {name: file_of[name] for name in sorted(file_of)},
   }
   text = json.dumps(index, indent=2) + '\n'
-  (folder / f'{_STEM}{INDEX_SUFFIX}').write_text(text)
+  (folder / f'{stem}{INDEX_SUFFIX}').write_text(text)
 
 
 def write_file(

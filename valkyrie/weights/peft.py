@@ -1,0 +1,168 @@
+"""Low-rank adapters in the format of Hugging Face's PEFT (huggingface/peft, tuners/lora).
+
+The adapter of a matrix W [outputs, inputs] of a module adds B A alpha / r there: `lora_A.weight` is
+A [r, inputs], `lora_B.weight` is B [outputs, r], and alpha is r here. Where several of our matrices
+are rows of one there, such as queries, keys and values, their adapters become one whose r is the
+sum: its B has the B of each in its rows, and zeros elsewhere.
+"""
+
+from collections.abc import Callable, Mapping
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.lora import A, B
+from valkyrie.weights import huggingface, listing, name_table, named_tensors, settings
+from valkyrie.weights.forms import MATRIX
+from valkyrie.weights.source import is_run, open_source
+from valkyrie.weights.tensor_files import Tensor
+from valkyrie.weights.tensor_writer import of_arrays
+
+_ADVICE = "Export it with export.form = 'huggingface', which adds the adapters to the matrices."
+# PEFT refuses these modules: fast kernels would read their matrix without its adapter.
+_REFUSED = {'mamba2': '.out_proj.weight', 'nemotron_h': '.out_proj.weight'}
+
+
+class Base(NamedTuple):
+  """The folder that a run began with: its configuration, and its tensors by our names."""
+
+  folder: str
+  config: Mapping[str, Any]
+  tensors: Mapping[str, Tensor]
+
+
+def open_base(path: Any) -> Base:
+  """The folder that `train.initial_weights` names.
+
+  Raises a ConfigurationError if it is not a folder of Hugging Face.
+  """
+  if isinstance(path, str) and not is_run(pathlib.Path(with_home(path))):
+    source = open_source(path)
+    if source.config is not None:
+      return Base(with_home(path), source.config, source.tensors)
+  raise ConfigurationError(
+    "export.form='peft' needs a run that began with a folder of Hugging Face, but "
+    f'train.initial_weights is {path!r:.80}. {_ADVICE}'
+  )
+
+
+def check_base(
+  base: Base, make: Callable[..., LanguageModel], tensors: Mapping[str, Tensor]
+) -> None:
+  """Raises a ConfigurationError unless a model is the base and adapters; reads each tensor once."""
+  plan = huggingface.plan(base.config)
+  lines = [line for _, line in settings.differences(plan, settings.settings_of(make))]
+  if lines:
+    raise ConfigurationError(
+      f'{base.folder}/config.json differs from the model, so adapters of that folder would be '
+      f'another model:\n{listing.lines(lines)}\n{_ADVICE}'
+    )
+  own = {name: tensor for name, tensor in tensors.items() if not named_tensors.is_adapter(name)}
+  different = sorted(base.tensors.keys() - own.keys())
+  for name, tensor in own.items():
+    if name not in base.tensors or not _is_equal(name, tensor, base.tensors[name]):
+      different.append(name)
+  if different:
+    raise ConfigurationError(
+      f'{len(different)} tensors are not what {base.folder} has, so adapters of that folder would '
+      f'be another model: {listing.over_layers(different)}. Train with gin/optimizers/lora.gin, '
+      f'which freezes all but adapters. {_ADVICE}'
+    )
+
+
+def _is_equal(name: str, own: Tensor, theirs: Tensor) -> bool:
+  """Whether two tensors are equal in the dtype of the first; a table may end with padding."""
+  there = _whole(theirs)
+  here = _whole(own)
+  if name in named_tensors.TABLES:
+    here = here[: len(there)]
+  return np.array_equal(here, there.astype(here.dtype))
+
+
+def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+  """The adapters among a model's tensors by PEFT's names, for a base with this configuration.
+
+  Raises a ConfigurationError if there is none, or PEFT has none for one of the matrices.
+  """
+  halves = {}
+  for name, tensor in tensors.items():
+    if named_tensors.is_adapter(name):
+      halves[name] = _whole(tensor).astype(np.float32)
+  adapted = {name.removesuffix(A) for name in halves if name.endswith(A)}
+  if not adapted:
+    raise ConfigurationError("export.form='peft' needs a run with adapters (LanguageModel.lora).")
+
+  names = huggingface.names(config)
+  refused = _REFUSED.get(config['model_type'])
+  found: dict[str, np.ndarray] = {}
+  placed: set[str] = set()
+  for theirs, group in name_table.joint(names, tensors).items():
+    parts = [name for name in group if name in adapted and group[name] is MATRIX]
+    if not parts or (refused and theirs.endswith(refused)):
+      continue
+    placed.update(parts)
+    ups = {name: np.zeros((0, tensors[name].shape[1]), np.float32) for name in group}
+    ups |= {name: halves[name + B] for name in parts}
+    written = name_table.written(names, of_arrays(_in_blocks(ups)))
+    down = np.concatenate([halves[name + A] for name in parts], axis=1)
+    module = 'base_model.model.' + _module(config, theirs)
+    found[f'{module}.lora_A.weight'] = np.ascontiguousarray(down.T)
+    found[f'{module}.lora_B.weight'] = _whole(written[theirs])
+  left = sorted(adapted - placed)
+  if left:
+    raise ConfigurationError(
+      f'PEFT has no adapter for {listing.over_layers(left)} in a {config["model_type"]}. {_ADVICE}'
+    )
+  return of_arrays(found)
+
+
+def _module(config: Mapping[str, Any], tensor: str) -> str:
+  """The module in transformers that has a tensor of a folder; it renames those of Nemotron-H."""
+  module = tensor.removesuffix('.weight')
+  if config['model_type'] == 'nemotron_h':
+    return module.replace('backbone.', 'model.', 1)
+  return module
+
+
+def _in_blocks(matrices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Matrices [rank, outputs], with zeros in the rows of the ranks of the others."""
+  total = sum(len(matrix) for matrix in matrices.values())
+  begin = 0
+  blocks = {}
+  for name, matrix in matrices.items():
+    rank = len(matrix)
+    blocks[name] = np.pad(matrix, ((begin, total - begin - rank), (0, 0)))
+    begin += rank
+  return blocks
+
+
+def configuration(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
+  """The content of `adapter_config.json` for adapters by PEFT's names, over a folder."""
+  ranks = {}
+  for name, tensor in tensors.items():
+    module, _, half = name.removeprefix('base_model.model.').rpartition('.lora_')
+    if half == 'A.weight':
+      ranks[module] = tensor.shape[0]
+  rank = min(ranks.values())
+  wider = {module: size for module, size in ranks.items() if size != rank}
+  return {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': folder,
+    'inference_mode': True,
+    'r': rank,
+    'lora_alpha': rank,
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'fan_in_fan_out': False,
+    'target_modules': sorted(ranks),
+    'rank_pattern': wider,
+    'alpha_pattern': wider,
+  }
+
+
+def _whole(tensor: Tensor) -> np.ndarray:
+  return tensor.read((slice(None),) * len(tensor.shape))
