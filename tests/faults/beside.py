@@ -296,7 +296,8 @@ def long_line(harness: Harness, times: int) -> Iterator[Trial]:
         file.write(b'a' * 10**6)
       file.write(b'"}\n')
     flags = ('--gin_file=gin/data/text.gin', f'--gin.text="{folder}"')
-    process = harness.start(name, *flags, f'--gin.TaskFeed.data_dir="{folder / "stores"}"')
+    stores = harness.folder / f'{name}.stores'
+    process = harness.start(name, *flags, f'--gin.TaskFeed.data_dir="{stores}"')
     failure = _refused(harness, name, ended(process), (DATA,))
     yield Trial(
       'a.jsonl.gz', failure or (None if 'a.jsonl.gz' in harness.said(name) else 'no name')

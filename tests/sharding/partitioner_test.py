@@ -276,6 +276,8 @@ def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not
   assert ruled.parameter_axes('params/a/w', ('embed', None), (4, 5)) == (None, 'embed')
   assert ruled.parameter_axes('params/a/v', ('embed', None), (4, 5)) == ('embed', None)
   assert ruled.parameter_axes('params/a/v', None, (4, 5)) == (None, None)
+  assert ruled.computation != layout().computation
+  layout(axis_rules=(('batch', 'data'), ('mine', 'data'))).check_rules({'w': ('mine', None)})
 
 
 @pytest.mark.parametrize(
@@ -302,6 +304,16 @@ def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not
     (
       lambda: layout(axis_rules=(('embed', 'modle'),)),
       r"'embed' over \['modle'\], but the mesh has the axes \('data',\)",
+    ),
+    (
+      lambda: layout(axis_rules=(('embed', 'data'), ('embed', None))),
+      'has two rules for one logical axis. Remove one',
+    ),
+    (
+      lambda: layout(axis_rules=(('batch', 'data'), ('embde', 'data'))).check_rules(
+        {'w': ('layers', 'mine')}
+      ),
+      "splits 'embde', but no array of this model.* The model has .*mine.* Did you mean embed?",
     ),
     (
       lambda: layout(parameter_axes=(('w$', ('embed',)),)).parameter_axes('params/w', None, (4, 5)),

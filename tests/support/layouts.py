@@ -84,11 +84,13 @@ def gradients(name, dtype, *bindings, backprop_chunks=3, **options):
 
 
 def relative(a, b):
-  """The 2-norm of the difference over that of b, the largest over leaves."""
-  return max(
-    float(np.linalg.norm(x - y) / np.linalg.norm(y))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  )
+  """The 2-norm of the difference over that of b, the largest over leaves; NaN if one is NaN."""
+  found = []
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    difference = np.linalg.norm(x - y)
+    size = np.linalg.norm(y)
+    found.append(difference / size if size else difference)
+  return float(np.max(found))
 
 
 def assert_equal(found, expected):

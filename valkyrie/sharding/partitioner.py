@@ -12,10 +12,17 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.config.ranges import PositiveInt
+from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import SLICE, make_mesh
 from valkyrie.types import Array, Axes, Batch, leaf_path
+
+# The logical axes of Valkyrie's own arrays and activations; a user's module may declare others.
+LOGICAL_AXES = (
+  'batch', 'time', 'activation', 'layers', 'embed', 'heads', 'mlp', 'state', 'vocabulary',
+  'ngrams', 'norm',
+)  # fmt: skip
 
 
 def current_partitioner() -> 'Partitioner | None':
@@ -68,6 +75,11 @@ class Partitioner:
     self.manual = manual
     self.gather_layers = gather_layers
     self.axis_rules = dict(axis_rules)
+    if len(self.axis_rules) < len(axis_rules):
+      raise ConfigurationError(
+        f'Partitioner.axis_rules={axis_rules} has two rules for one logical axis. Remove one, or '
+        "give the axis both mesh axes in one rule, such as ('embed', ('data', 'time'))."
+      )
     if slices > 1:
       self.axis_rules['batch'] = (SLICE, *self.axes_of('batch'))
     self._parameter_axes = tuple(
@@ -137,11 +149,25 @@ class Partitioner:
     if self.mesh.size == 1:
       return ()
     rules = {name: self.axes_of(name) for name in self.axis_rules}
-    return dict(self.mesh.shape), rules, self.manual, self.gather_layers
+    overrides = [(pattern.pattern, axes) for pattern, axes in self._parameter_axes]
+    return dict(self.mesh.shape), rules, overrides, self.manual, self.gather_layers
 
   def axes_of(self, logical: str) -> tuple[str, ...]:
     """The mesh axes over which a logical axis is split, outermost first."""
     return as_tuple(self.axis_rules.get(logical))
+
+  def check_rules(self, axes: Any) -> None:
+    """Raises a ConfigurationError for a rule of a logical axis that nothing has.
+
+    `axes` are the logical axes of all arrays of a train state, a pytree.
+    """
+    known = {*LOGICAL_AXES, *jax.tree.leaves(axes)}
+    for name in self.axis_rules:
+      if name not in known:
+        raise ConfigurationError(
+          f'Partitioner.axis_rules splits {name!r}, but no array of this model has that logical '
+          f'axis. The model has {", ".join(sorted(known))}.{did_you_mean(name, known)}'
+        )
 
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes."""

@@ -98,6 +98,7 @@ class Setup:
     shapes = jax.eval_shape(self._initial_state)
     self._check_average(shapes)
     axes = state_axes(self.model, self.optimizer, self.partitioner, shapes)
+    self.partitioner.check_rules(axes)
     self._shardings: TrainState = self.partitioner.shardings(shapes, axes)
     self.state: TrainState = jax.tree.map(
       lambda leaf, sharding: leaf.update(sharding=sharding), shapes, self._shardings
