@@ -16,6 +16,7 @@ DELETES = {
 APART = {
   # In the folder of an export or a step that has its temporary name or its mark still.
   'inference/export.py': {'write_text': 2},
+  'weights/tensor_writer.py': {'write_text': 1},
   'checkpoint/steps.py': {'write_bytes': 2},
   'data/shard_arrays.py': {"open 'wb'": 1},
   # The copy of a run in a bucket, in a folder that this process has made in the memory of names.
