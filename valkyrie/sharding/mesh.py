@@ -57,8 +57,9 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
     raise ConfigurationError(
       f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
       f'({devices[0].device_kind}). Run on {number} devices{_slice_of(devices[0], fixed)}. '
-      '--run_mode=precompile with a slice by its sides, such as --topology=v4:4x4x2, estimates the '
-      'memory and the time of a step on TPUs that are not here. A model that fits one device takes '
+      '--run_mode=precompile with a TPU slice by its sides, such as --topology=v4:4x4x2, or with '
+      'nodes of GPUs, such as --topology=4xh100:8, estimates the memory and the time of a step on '
+      'chips that are not here. A model that fits one device takes '
       'any number of them with --gin_file=gin/partition/data.gin.'
     )
   # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
