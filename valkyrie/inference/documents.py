@@ -120,8 +120,7 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
     )
   arrays = {}
   for name, tensor in file.tensors.items():
-    everything = (slice(None),) * len(tensor.shape)
-    arrays[name] = tensor.read(everything)
+    arrays[name] = tensor.whole()
   digest = _digest(arrays)
   if file.metadata.get(_CONTENT, digest) != digest:  # files of earlier versions have no digest
     raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')

@@ -75,8 +75,8 @@ def check_base(
 
 def _is_equal(name: str, own: Tensor, theirs: Tensor) -> bool:
   """Whether two tensors are equal in the dtype of the first; a table may end with padding."""
-  there = _whole(theirs)
-  here = _whole(own)
+  there = theirs.whole()
+  here = own.whole()
   if name in named_tensors.TABLES:
     here = here[: len(there)]
   return np.array_equal(here, there.astype(here.dtype))
@@ -90,7 +90,7 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
   halves = {}
   for name, tensor in tensors.items():
     if named_tensors.is_adapter(name):
-      halves[name] = _whole(tensor).astype(np.float32)
+      halves[name] = tensor.whole().astype(np.float32)
   adapted = {name.removesuffix(A) for name in halves if name.endswith(A)}
   if not adapted:
     raise ConfigurationError("export.form='peft' needs a run with adapters (LanguageModel.lora).")
@@ -110,7 +110,7 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
     down = np.concatenate([halves[name + A] for name in parts], axis=1)
     module = 'base_model.model.' + _module(config, theirs)
     found[f'{module}.lora_A.weight'] = np.ascontiguousarray(down.T)
-    found[f'{module}.lora_B.weight'] = _whole(written[theirs])
+    found[f'{module}.lora_B.weight'] = written[theirs].whole()
   left = sorted(adapted - placed)
   if left:
     raise ConfigurationError(
@@ -162,7 +162,3 @@ def configuration(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
     'rank_pattern': wider,
     'alpha_pattern': wider,
   }
-
-
-def _whole(tensor: Tensor) -> np.ndarray:
-  return tensor.read((slice(None),) * len(tensor.shape))

@@ -65,6 +65,10 @@ class Tensor(NamedTuple):
     """The tensor with its dimensions reversed, as numpy's."""
     return self._replace(shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T)
 
+  def whole(self) -> np.ndarray:
+    """All of it, read."""
+    return self.read((slice(None),) * len(self.shape))
+
 
 class Found(NamedTuple):
   """The tensors of a place, and its files with weights that were not read."""
