@@ -48,13 +48,18 @@ class ChatTemplate:
     with converted((ImportError,), ConfigurationError, lacks, advice):
       import jinja2  # noqa: F401, PLC0415  (an optional package)  # pyright: ignore
     names = {number: name for name, number in self.specials.items()}
-    bos_names = [names[number] for number in vocabulary.bos if number in names]
+    bos_names: list[str] = []
+    for number in vocabulary.bos:
+      if number in names:
+        bos_names.append(names[number])
     usual_bos = ''.join(bos_names)
     usual_eos = names.get(vocabulary.eos_id, '')
     config = tokenizer_config.read_config(vocabulary.file)
     bos = config.get('bos_token', usual_bos)
     eos = config.get('eos_token', usual_eos)
-    self._templates = {name: _process(text, bos, eos) for name, text in sources.items()}
+    self._templates: dict[str, TemplateProcess] = {}
+    for name, text in sources.items():
+      self._templates[name] = _process(text, bos, eos)
     with converted((ValueError,), ConfigurationError, f'{self._name} is wrong', 'Correct it.'):
       for template in self._templates.values():
         template.compile()
@@ -72,11 +77,14 @@ class ChatTemplate:
     try:
       self._check_special('a tool', tools)
       for number, message in enumerate(messages, 1):
-        if message.get('role') not in _ROLES or not isinstance(message.get('content'), str):
+        has_role = message.get('role') in _ROLES
+        has_text = isinstance(message.get('content'), str)
+        if not has_role or not has_text:
           expected = f'a role of {", ".join(_ROLES)}, and a content that is a text'
           _refuse(f'the message {number} is {message!r:.80}, expected {expected}')
         self._check_special(f'the message {number}', message)
-      text = self._templates[name].render(messages, asks=asks, tools=tools)
+      template = self._templates[name]
+      text = template.render(messages, asks=asks, tools=tools)
       vocabularies.as_utf8(text, 'a message')
     except (AttributeError, DataError, TypeError, ValueError) as error:
       reason = foreign.reason(error)
@@ -98,8 +106,10 @@ class ChatTemplate:
   def check_read(self, messages: Messages, tools: Tools | None, place: str) -> None:
     """Raises a DataError if the template leaves out a part of a conversation."""
     whole = self.render(messages, place, asks=False, tools=tools)
-    if tools and whole == self.render(messages, place, asks=False):
-      self._refuse_lost(place, 'the tools')
+    if tools:
+      without_tools = self.render(messages, place, asks=False)
+      if whole == without_tools:
+        self._refuse_lost(place, 'the tools')
     for number, message in enumerate(messages, 1):
       earlier = list(messages[: number - 1])
       later = list(messages[number:])
@@ -108,7 +118,8 @@ class ChatTemplate:
         # A template may change a content. Does another content change the text?
         changed = {**message, 'content': f'{message["content"]}.'}
         with_change = [*earlier, changed, *later]
-        if whole == self.render(with_change, place, asks=False, tools=tools):
+        text = self.render(with_change, place, asks=False, tools=tools)
+        if text == whole:
           role = message['role']
           self._refuse_lost(place, f'the message {number}, of the role {role}')
       for field in SAID:
@@ -116,8 +127,10 @@ class ChatTemplate:
           continue
         without_field = {**message}
         del without_field[field]
-        text = self.render([*earlier, message], place, asks=False, tools=tools)
-        text_without = self.render([*earlier, without_field], place, asks=False, tools=tools)
+        begin_with = [*earlier, message]
+        begin_without = [*earlier, without_field]
+        text = self.render(begin_with, place, asks=False, tools=tools)
+        text_without = self.render(begin_without, place, asks=False, tools=tools)
         if text == text_without:
           self._refuse_lost(place, f'{field} of the message {number}')
 
@@ -126,15 +139,19 @@ class ChatTemplate:
     last = None
     if isinstance(messages, list) and messages:
       last = messages[-1]
-    if not isinstance(last, dict) or last.get('role') not in ('user', 'tool'):
+    asks_for_answer = isinstance(last, dict) and last.get('role') in ('user', 'tool')
+    if not asks_for_answer:
       raise DataError(
         f'{place}: nothing asks for an answer: the last message is {last!r:.80}. Expected a list '
         'such as [{"role": "user", "content": "Hello"}].'
       )
-    talk, tools = conversation({'messages': messages, 'tools': tools}, 'messages', place)
+    given = {'messages': messages, 'tools': tools}
+    talk, tools = conversation(given, 'messages', place)
     text = self.render(talk, place, asks=True, tools=tools)
-    if tools and text == self.render(talk, place, asks=True):
-      self._refuse_lost(place, 'the tools')
+    if tools:
+      without_tools = self.render(talk, place, asks=True)
+      if text == without_tools:
+        self._refuse_lost(place, 'the tools')
     return self.ids(text)
 
   def stops(self, more: str | Sequence[str]) -> list[str]:
@@ -180,8 +197,10 @@ class ChatTemplate:
   def _next_mark(self) -> str:
     """The text up to the first special token after an answer, or else up to the next content."""
     answered = self.render(_TALK, 'An example', asks=False)
-    continued = self.render([*_TALK, _NEXT], 'An example', asks=False)
-    mark, _, _ = continued.removeprefix(answered).partition('NEXT')
+    longer_talk = [*_TALK, _NEXT]
+    continued = self.render(longer_talk, 'An example', asks=False)
+    after_answer = continued.removeprefix(answered)
+    mark, _, _ = after_answer.partition('NEXT')
     special = self._special.search(mark)
     if special:
       return mark[: special.end()]
@@ -198,17 +217,20 @@ def sources_of(vocabulary: Vocabulary) -> dict[str, str]:
   """The texts of the templates by name, with DEFAULT; raises a ConfigurationError without one."""
   templates: Any = None
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.file:
-    templates = tokenizer_config.read_config(vocabulary.file).get('chat_template')
+    config = tokenizer_config.read_config(vocabulary.file)
+    templates = config.get('chat_template')
   if isinstance(templates, str):
     templates = {DEFAULT: templates}
   elif isinstance(templates, list):
     templates = template_files.named_templates(templates)
-  if isinstance(templates, dict) and len(templates) == 1 and WITH_TOOLS not in templates:
-    (only,) = templates.values()
-    templates = {DEFAULT: only}
+  if isinstance(templates, dict) and len(templates) == 1:
+    (name,) = templates
+    if name != WITH_TOOLS:
+      templates = {DEFAULT: templates[name]}
   if not isinstance(templates, dict):
     templates = {}
-  if not all(isinstance(text, str) for text in templates.values()):
+  are_texts = [isinstance(text, str) for text in templates.values()]
+  if not all(are_texts):
     templates = {}
   if DEFAULT not in templates:
     others = ''
@@ -220,7 +242,11 @@ def sources_of(vocabulary: Vocabulary) -> dict[str, str]:
       f'tokenizer.json with "chat_template" in tokenizer_config.json, or with '
       f'{template_files.TEMPLATE} beside it.'
     )
-  return {name: str(text) for name, text in templates.items() if name in (DEFAULT, WITH_TOOLS)}
+  rendered: dict[str, str] = {}
+  for name in (DEFAULT, WITH_TOOLS):
+    if name in templates:
+      rendered[name] = str(templates[name])
+  return rendered
 
 
 def described(vocabulary: Vocabulary) -> dict[str, Any]:

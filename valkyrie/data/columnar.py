@@ -27,7 +27,11 @@ def filled_groups(file: pyarrow.parquet.ParquetFile) -> list[int]:
   """The numbers of the row groups that have rows."""
   footer = file.metadata
   groups = range(footer.num_row_groups)
-  return [group for group in groups if footer.row_group(group).num_rows]
+  filled = []
+  for group in groups:
+    if footer.row_group(group).num_rows:
+      filled.append(group)
+  return filled
 
 
 def parquet_rows(
@@ -58,14 +62,16 @@ def arrow_rows(
   with _open(stream, indexed) as reader:
     batches = reader
     if indexed:
-      batches = map(reader.get_batch, range(reader.num_record_batches))
+      numbers = range(reader.num_record_batches)
+      batches = map(reader.get_batch, numbers)
     for number, batch in enumerate(batches):
       if number % parts != part:
         continue
       chosen = batch.select([*columns])
       chosen.validate(full=True)
       for begin in range(0, chosen.num_rows, _ROWS_AT_ONCE):
-        yield from _values(chosen.slice(begin, _ROWS_AT_ONCE))
+        some_rows = chosen.slice(begin, _ROWS_AT_ONCE)
+        yield from _values(some_rows)
 
 
 def _open(stream: Any, indexed: bool) -> Any:
@@ -84,7 +90,8 @@ def _values(batch: pa.RecordBatch) -> list[Row]:
   except (pa.ArrowException, MemoryError):
     raise
   except Exception as error:  # any conversion may fail, for instance of a date
-    kinds = ', '.join(f'{field.name} of {field.type}' for field in batch.schema)
+    described = [f'{field.name} of {field.type}' for field in batch.schema]
+    kinds = ', '.join(described)
     raise ValueError(f'Python cannot hold a value of its columns {kinds}: {error}') from error
 
 
@@ -94,10 +101,12 @@ def _count(column: pa.Array) -> int:
   if isinstance(column, pa.ExtensionArray):
     return _count(column.storage)
   if pa.types.is_struct(kind):
-    return sum(_count(column.field(number)) for number in range(kind.num_fields))
+    fields = [column.field(number) for number in range(kind.num_fields)]
+    return sum(map(_count, fields))
   if pa.types.is_map(kind):
     return len(column) + _count(column.keys) + _count(column.items)
-  if pa.types.is_nested(kind) and hasattr(column, 'flatten'):
+  may_have_lists = pa.types.is_nested(kind) and hasattr(column, 'flatten')
+  if may_have_lists:
     inner = column.flatten()
     if isinstance(inner, pa.Array):
       return len(column) + _count(inner)

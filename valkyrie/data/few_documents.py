@@ -9,13 +9,15 @@ _WITH_MACROS = ('text', 'prompts', 'conversations')  # gin/data has a file with 
 def more_documents(selection: Selection, cut: int = 2048) -> str:
   """Ways to get more documents; if texts are cut at `cut` bytes, there are enough."""
   is_fineweb = selection.task.startswith('fineweb')
-  if selection.source is None or not (is_fineweb or selection.task in _WITH_MACROS):
+  has_options = is_fineweb or selection.task in _WITH_MACROS
+  if selection.source is None or not has_options:
     return 'use another task, or another source of it'
   ways: list[str] = []
   flags: list[str] = []  # of a run
   options: dict[str, float | int] = {}  # of the task
   share = _larger_share(selection.options.get('held_out'))
-  if selection.split == 'validation' and share is not None:
+  is_held_out = selection.split == 'validation'
+  if is_held_out and share is not None:
     ways.append('hold out a larger share')
     flags.append(f'--gin.held_out={share}')
     options['held_out'] = share
@@ -30,7 +32,8 @@ def more_documents(selection: Selection, cut: int = 2048) -> str:
   if not options:
     return ELSEWHERE
   run_flags = ' '.join(flags)
-  build_flags = ' '.join(f'--option={name}={value}' for name, value in options.items())
+  option_flags = [f'--option={name}={value}' for name, value in options.items()]
+  build_flags = ' '.join(option_flags)
   return (
     f'{listed_ways}: {run_flags}, with gin/data/mixture.gin '
     f"'options': {options} of a source, or {build_flags} of build_store; or {ELSEWHERE}"

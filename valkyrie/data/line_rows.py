@@ -21,7 +21,8 @@ def separated(
   """(place, row) of each row; `check` gets the names of the columns, and their place."""
   csv.field_size_limit(foreign.LONGEST_LINE)
   text = io.TextIOWrapper(lines, 'utf-8-sig', newline='')
-  rows = csv.reader(foreign.lines(text, foreign.LONGEST_LINE), delimiter=separator, strict=True)
+  bounded_lines = foreign.lines(text, foreign.LONGEST_LINE)
+  rows = csv.reader(bounded_lines, delimiter=separator, strict=True)
   try:
     names = next(rows, [])
     if names:
@@ -32,7 +33,8 @@ def separated(
         raise DataError(
           f'{place} has {len(row)} fields, but the first line names {len(names)} columns. {REPAIR}'
         )
-      yield place, dict(zip(names, row, strict=True))
+      fields = zip(names, row, strict=True)
+      yield place, dict(fields)
   except csv.Error as error:
     raise DataError(
       f'Line {rows.line_num} of {path} is wrong ({foreign.reason(error)}). {REPAIR}'
@@ -41,16 +43,23 @@ def separated(
 
 def json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[str, Any]]:
   """(place, bytes) of each line, or (place, value) of each member of a file that is one value."""
-  each = foreign.lines(lines, _LONGEST_VALUE if may_be_one else foreign.LONGEST_LINE)
+  longest = foreign.LONGEST_LINE
+  if may_be_one:
+    longest = _LONGEST_VALUE
+  each = foreign.lines(lines, longest)
   begin = [next(each, b'')]
   while may_be_one and begin[-1].isspace():
     begin.append(next(each, b''))
   if may_be_one and not _is_value(begin[-1], dict):
-    value = parsed(b''.join([*begin, *each]), path)
-    for number, member in enumerate(value if isinstance(value, list) else [value]):
+    content = b''.join([*begin, *each])
+    members = parsed(content, path)
+    if not isinstance(members, list):
+      members = [members]
+    for number, member in enumerate(members):
       yield f'Member {number + 1} of {path}', member
     return
-  for number, line in enumerate(itertools.chain(begin, each)):
+  all_lines = itertools.chain(begin, each)
+  for number, line in enumerate(all_lines):
     yield f'Line {number + 1} of {path}', line
 
 
@@ -79,6 +88,5 @@ def parsed(content: bytes, place: str) -> Any:
   except foreign.RepeatedField as error:
     raise DataError(f'{place} says two things: {error}. Remove or rename one of them.') from error
   except ValueError as error:
-    raise DataError(
-      f'{place} is not JSON ({error}): it begins with {content.rstrip()[:40]!r}. {REPAIR}'
-    ) from error
+    begin = content.rstrip()[:40]
+    raise DataError(f'{place} is not JSON ({error}): it begins with {begin!r}. {REPAIR}') from error

@@ -33,10 +33,11 @@ class Conversation(NamedTuple):
 
 def also(column: str) -> dict[str, bool]:
   """Columns to read besides the one of the messages, and whether each may take its place."""
-  columns: dict[str, bool] = dict.fromkeys(('tools', 'functions', 'system'), False)
+  columns: dict[str, bool] = {'tools': False, 'functions': False, 'system': False}
   if column not in COLUMNS:
     return columns
-  instead = {name: True for name in COLUMNS if name != column}
+  instead = dict.fromkeys(COLUMNS, True)
+  del instead[column]
   return instead | columns
 
 
@@ -50,8 +51,9 @@ def conversation(row: Mapping[str, Any], column: str, place: str) -> Conversatio
       '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}].'
     )
   read = []
-  for number, message in enumerate(messages, 1):
-    read.append(_message(message, f'{place}: the message {number}'))
+  for number, given in enumerate(messages, 1):
+    message = _message(given, f'{place}: the message {number}')
+    read.append(message)
   system = row.get('system')
   roles = [message.get('role') for message in read]
   if system and 'system' not in roles:
@@ -73,7 +75,8 @@ def is_learned(message: Mapping[str, Any]) -> bool:
   """Whether a message is an answer to learn."""
   if message.get('role') != 'assistant':
     return False
-  return all(message.get(flag, 1) for flag in _FLAGS)
+  flags = [message.get(flag, 1) for flag in _FLAGS]
+  return all(flags)
 
 
 def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -93,18 +96,24 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
   if isinstance(content, list):
     texts = [_text(part, place) for part in content]
     message['content'] = ''.join(texts)
-  says_more = any(name in message for name in SAID)
-  if content is None and says_more:
+  more = [name for name in SAID if name in message]
+  if content is None and more:
     message['content'] = ''
+  _check_flags(message, place)
+  return message
+
+
+def _check_flags(message: Mapping[str, Any], place: str) -> None:
+  """Checks that the flags of a message are 0 or 1, and say one thing."""
   flags = {name: message[name] for name in _FLAGS if name in message}
   values = list(flags.values())
-  is_wrong = any(value not in (0, 1) for value in values)
-  if is_wrong or len(set(values)) > 1:
+  wrong = [value for value in values if value not in (0, 1)]
+  are_different = len(set(values)) > 1
+  if wrong or are_different:
     raise DataError(
       f'{place} has {flags!r:.80}, expected 0 or 1: an answer is learned, or it is only read. '
       'Correct it.'
     )
-  return message
 
 
 def _text(part: Any, place: str) -> str:
@@ -148,15 +157,18 @@ def _tools(row: Mapping[str, Any], place: str) -> list[Any] | None:
   tools = _listed(_parsed(row, 'tools', place), place)
   functions = _parsed(row, 'functions', place)
   if not tools:
-    tools = [_as_call(function) for function in _listed(functions, place)]
-  return [_without_nulls(tool) for tool in tools] or None
+    listed_functions = _listed(functions, place)
+    tools = [_as_call(function) for function in listed_functions]
+  read = [_without_nulls(tool) for tool in tools]
+  return read or None
 
 
 def _parsed(row: Mapping[str, Any], column: str, place: str) -> Any:
   """The list in a column, which may be JSON in a text; [] for an empty column."""
   value = row.get(column)
   if isinstance(value, str):  # in tables, where all values of a column have one form
-    value = _json(value or 'null', f'{place} has {column} which')
+    text = value or 'null'
+    value = _json(text, f'{place} has {column} which')
   return value or []
 
 
@@ -185,7 +197,8 @@ def _json(text: str, place: str) -> Any:
 
 def _without_nulls(value: Any) -> Any:
   if isinstance(value, dict):
-    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    present = {name: inner for name, inner in value.items() if inner is not None}
+    return {name: _without_nulls(inner) for name, inner in present.items()}
   if isinstance(value, list):
     return [_without_nulls(inner) for inner in value]
   return value

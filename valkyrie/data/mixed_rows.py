@@ -91,9 +91,11 @@ class MixedRow:
     self._sources = sources
     self._changes = changes
     # RandomState's stream is frozen.
-    self._phases = 1 - np.random.RandomState(row).uniform(size=len(sources))
+    random = np.random.RandomState(row)
+    self._phases = 1 - random.uniform(size=len(sources))
     self._stages: list[_Stage] = []
-    stage = self._stage(np.zeros((2, len(sources)), np.int64))
+    nothing_read = np.zeros((2, len(sources)), np.int64)
+    stage = self._stage(nothing_read)
     while stage is not None:
       self._stages.append(stage)
       stage = self._following(stage)
@@ -104,7 +106,8 @@ class MixedRow:
 
   def pieces(self, begin: int, end: int) -> list[Piece]:
     """The units that have tokens in [begin, end), in order."""
-    stage_ends = [stage.begin for stage in self._stages[1:]]
+    later_stages = self._stages[1:]
+    stage_ends = [stage.begin for stage in later_stages]
     stage_ends.append(end)
     pieces: list[Piece] = []
     for stage, stage_end in zip(self._stages, stage_ends, strict=True):
@@ -131,16 +134,17 @@ class MixedRow:
     begin = int(places.sum())
     begun = [weights for position, weights in self._changes if position <= begin]
     weights = np.asarray(begun[-1], float)
-    is_read = [
-      source.end is not None and place >= source.end
-      for source, place in zip(self._sources, places, strict=True)
-    ]
+    is_read = []
+    for source, place in zip(self._sources, places, strict=True):
+      has_ended = source.end is not None and place >= source.end
+      is_read.append(has_ended)
     weights = np.where(is_read, 0.0, weights)
     delays = np.zeros(len(weights))
     for number in np.flatnonzero(weights).tolist():
+      source = self._sources[number]
       place = int(places[number])
-      units = self._sources[number].units(place, place + 1)
-      length = units.lengths[0]
+      next_unit = source.units(place, place + 1)
+      length = next_unit.lengths[0]
       delays[number] = self._phases[number] * length
     if weights.any():
       weights = weights / weights.sum()
@@ -154,13 +158,15 @@ class MixedRow:
     changes = [position for position, _ in self._changes if position > stage.begin]
     if changes:
       change = changes[0]
-      if not any(piece.end < change for piece in candidates):
+      ends_before = [piece.end < change for piece in candidates]
+      if not any(ends_before):
         candidates += self._pieces(stage, change - 1, change)
     if not candidates:
       return None
     last = min(candidates, key=lambda piece: piece.start)
     before = last.before.copy()
-    before[:, last.source] += last.length, last.parts
+    before[0, last.source] += last.length
+    before[1, last.source] += last.parts
     return self._stage(before)
 
   def _first_end(self, stage: _Stage) -> list[Piece]:
@@ -183,13 +189,15 @@ class MixedRow:
     """The units of a stage that have tokens in [begin, end)."""
     if not stage.active:
       return []
-    longest = sum(self._sources[number].longest_unit for number in stage.active)
+    longest_units = [self._sources[number].longest_unit for number in stage.active]
+    longest = sum(longest_units)
     begin_in_stage = begin - stage.begin
     end_in_stage = end - stage.begin
-    low = max(0, begin_in_stage - 2 * longest - 1)
+    low = begin_in_stage - 2 * longest - 1
     high = end_in_stage + longest + 1
-    window = self._window(stage, low, high)
-    return [piece for piece in window if piece.start < end and piece.end > begin]
+    window = self._window(stage, max(0, low), high)
+    until_end = [piece for piece in window if piece.start < end]
+    return [piece for piece in until_end if piece.end > begin]
 
   def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
     """The units with times from low to high, in order."""
@@ -250,6 +258,7 @@ class MixedRow:
     return _Window(times[inside], sources, lengths, parts, before)
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
-    tokens_since_begin = units.starts - stage.before[0, number]
+    place = stage.before[0, number]
+    tokens_since_begin = units.starts - place
     delayed = tokens_since_begin + stage.delays[number]
     return delayed / stage.weights[number]

@@ -20,7 +20,8 @@ from valkyrie.data import document_source, file_names, store_fields, store_write
 from valkyrie.data.file_systems import access
 from valkyrie.data.records import STREAMED
 from valkyrie.data.selection import Selection
-from valkyrie.data.source_files import SourceFile, SourceFiles
+from valkyrie.data.source_file import SourceFile
+from valkyrie.data.source_files import SourceFiles
 from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.distributed import heartbeat
 from valkyrie.errors import DataError, StorageError, converted

@@ -15,12 +15,8 @@ import pyarrow as pa
 from valkyrie import foreign, packages
 from valkyrie.data import columnar, file_names, line_rows
 from valkyrie.data.line_rows import REPAIR
-from valkyrie.data.source_files import (
-  FORMATS,
-  SourceFile,
-  SourceFiles,
-  format_of,
-)
+from valkyrie.data.source_file import SourceFile
+from valkyrie.data.source_files import FORMATS, SourceFiles, format_of
 from valkyrie.data.vocabularies import as_utf8
 from valkyrie.errors import ConfigurationError, DataError, converted, first_of
 from valkyrie.foreign import shown

@@ -109,7 +109,8 @@ class Row:
     self._order = order
     self._most_parts = 1
     if order.pass_carry > _RARE:
-      self._most_parts = math.ceil(math.log(_RARE, order.pass_carry))
+      parts = math.log(_RARE, order.pass_carry)
+      self._most_parts = math.ceil(parts)
     first_documents = np.cumsum(counts) - counts
     document_lengths = lengths[documents]
     unit_lengths = np.add.reduceat(document_lengths, first_documents)
@@ -130,8 +131,11 @@ class Row:
       epoch = self._epoch(number)
       base = number * self.length  # tokens of the row before this epoch
       unit_base = number * self.units_of_epoch
-      first = np.searchsorted(epoch.ends, begin - base, side='right')
-      last = np.searchsorted(epoch.ends, end - base, side='left') + 1
+      begin_in_epoch = begin - base
+      end_in_epoch = end - base
+      first = np.searchsorted(epoch.ends, begin_in_epoch, side='right')
+      last = np.searchsorted(epoch.ends, end_in_epoch, side='left')
+      last += 1
       documents = epoch.documents[first:last]
       ends = epoch.ends[first:last]
       units = epoch.units[first:last]
@@ -160,7 +164,8 @@ class Row:
       base = number * self.length  # tokens of the row before this epoch
       unit_base = number * self.units_of_epoch
       all_starts = epoch.unit_starts[:-1]
-      first, last = np.searchsorted(all_starts, (begin - base, end - base))
+      places = (begin - base, end - base)
+      first, last = np.searchsorted(all_starts, places)
       bounds = epoch.unit_starts[first : last + 1]
       numbers = epoch.unit_numbers[first : last + 1]
       part = Units(
@@ -201,11 +206,14 @@ class Row:
 
   def _begins(self, seed: int) -> np.ndarray:
     """Which units of an epoch begin without the carry of the one before, bool [units]."""
-    random = np.random.RandomState([*self._order.seeds, seed, 1])
-    is_begin = random.uniform(size=self.units_of_epoch) >= self._order.pass_carry
+    seeds = [*self._order.seeds, seed, 1]
+    random = np.random.RandomState(seeds)
+    samples = random.uniform(size=self.units_of_epoch)
+    is_begin = samples >= self._order.pass_carry
     is_begin[0] = True
     numbers = np.arange(self.units_of_epoch)
-    last_begins = np.maximum.accumulate(np.where(is_begin, numbers, 0))
+    begins = np.where(is_begin, numbers, 0)
+    last_begins = np.maximum.accumulate(begins)
     units_joined = numbers - last_begins
     return units_joined % self._most_parts == 0
 
@@ -226,9 +234,11 @@ def deal(lengths: np.ndarray, keys: np.ndarray | None, rows: int, order: Order) 
   dealt = []
   for row in range(rows):
     units = permutation[row::rows]
-    documents = members[numbers_in(firsts[units], counts[units])]
+    unit_counts = counts[units]
+    places = numbers_in(firsts[units], unit_counts)
     row_order = order._replace(seeds=[*order.seeds, row])
-    dealt.append(Row(lengths, documents, counts[units], row_order))
+    dealt_row = Row(lengths, members[places], unit_counts, row_order)
+    dealt.append(dealt_row)
   return dealt
 
 

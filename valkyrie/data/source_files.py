@@ -5,7 +5,7 @@ import fnmatch
 import os
 import posixpath
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
@@ -15,6 +15,7 @@ from valkyrie.config import redact
 from valkyrie.data import file_names, splits
 from valkyrie.data.file_names import COMPRESSIONS, FORMATS, ROWS, TABLES, format_of
 from valkyrie.data.file_systems import access, filesystem_of
+from valkyrie.data.source_file import SourceFile, further_links
 from valkyrie.errors import DataError
 
 _WILDCARDS = re.compile(r'[*?[]')
@@ -24,23 +25,6 @@ _NO_SPLIT = '(none)'
 _ALL_SPLITS = (
   "To read all splits as one text, set text_splits = 'all' (--option=splits=all of build_store)."
 )
-
-
-class SourceFile(NamedTuple):
-  """A file: its path in its file system, its bytes, and its times in nanoseconds.
-
-  modified: the time of its content, which programs such as `cp -p` may set.
-  changed: the time of its inode on this machine, which only the system sets; 0 in a bucket.
-  """
-
-  path: str
-  size: int
-  modified: int
-  changed: int
-
-  def __str__(self) -> str:
-    """The path as messages show it."""
-    return foreign.shown(self.path)
 
 
 class SourceFiles:
@@ -90,7 +74,9 @@ class SourceFiles:
       else:
         self.root, self.files = self._named()
     if not self.files and self.splits:
-      others = [f'{split} ({self._some(files)})' for split, files in self.splits.items()]
+      others: list[str] = []
+      for other, split_files in self.splits.items():
+        others.append(f'{other} ({self._some(split_files)})')
       raise DataError(
         f'The source {self} has no files for training. By their names or by README.md they are of '
         f'the split {"; ".join(others)}. To train on them, name a file, a folder of this name, or '
@@ -107,7 +93,8 @@ class SourceFiles:
     """The location, without secrets."""
     text = foreign.shown(redact.in_value(self._place))
     if self._place != self.location:
-      text += f' and {len(self.location) - 1} more'
+      more = len(self.location) - 1
+      text += f' and {more} more'
     return text
 
   def name(self, file: SourceFile) -> str:
@@ -116,7 +103,8 @@ class SourceFiles:
 
   def open(self, file: SourceFile) -> Any:
     """A pyarrow stream of the content, decompressed."""
-    compression = COMPRESSIONS.get(file_names.suffix(file.path))
+    suffix = file_names.suffix(file.path)
+    compression = COMPRESSIONS.get(suffix)
     return self._filesystem.open_input_stream(file.path, compression=compression)
 
   def open_at_random(self, file: SourceFile) -> Any:
@@ -134,7 +122,11 @@ class SourceFiles:
     if self._is_local:
       real_path = os.path.realpath
     others = {real_path(file.path) for file in other.files}
-    return [file.path for file in self.files if real_path(file.path) in others]
+    shared: list[str] = []
+    for file in self.files:
+      if real_path(file.path) in others:
+        shared.append(file.path)
+    return shared
 
   def check_unchanged(self, file: SourceFile) -> None:
     """Raises a DataError if a file has changed, or a StorageError if the bucket does not answer.
@@ -142,10 +134,12 @@ class SourceFiles:
     Times are compared in seconds, since S3 tells no more of a single file.
     """
     with access(self._place, f'{file} cannot be read'):
-      present = self._file(self._filesystem.get_file_info(file.path))
+      info = self._filesystem.get_file_info(file.path)
+      present = self._file(info)
     second = present.modified // 10**9
     known_second = file.modified // 10**9
-    if present.size != file.size or second != known_second:
+    is_of_size = present.size == file.size
+    if not is_of_size or second != known_second:
       change = f'it has {present.size} bytes'
       if present.size is None:
         change = 'it is gone'
@@ -158,7 +152,8 @@ class SourceFiles:
     """The named files that are there."""
     folders = [posixpath.dirname(path) for path in self.location]
     root = posixpath.commonpath(folders)
-    infos = self._filesystem.get_file_info(list(self.location))
+    paths = list(self.location)
+    infos = self._filesystem.get_file_info(paths)
     files = [self._file(info) for info in infos if info.is_file]
     return root, sorted(files)
 
@@ -175,11 +170,19 @@ class SourceFiles:
     all_infos = self._filesystem.get_file_info(selector)
     infos = [info for info in all_infos if info.is_file]
     if pattern:
-      regex = file_names.regex(path.removesuffix(pattern), pattern)
-      chosen = [info for info in infos if regex.fullmatch(posixpath.normpath(info.path))]
+      folder = path.removesuffix(pattern)
+      regex = file_names.regex(folder, pattern)
+      chosen = []
+      for info in infos:
+        normal_path = posixpath.normpath(info.path)
+        if regex.fullmatch(normal_path):
+          chosen.append(info)
     else:
       _check_single_split(root, [info.path for info in infos])
-      by_name = {info.path.removeprefix(root).strip('/'): info for info in infos}
+      by_name = {}
+      for info in infos:
+        name = info.path.removeprefix(root).strip('/')
+        by_name[name] = info
       chosen = self._wanted(by_name)
     self.root = root or '.'
     files = sorted(map(self._file, chosen))
@@ -189,17 +192,21 @@ class SourceFiles:
 
   def _once(self, files: list[SourceFile]) -> list[SourceFile]:
     """Each file by one of its names, and each name in one compression."""
-    copies = self._further_links(files)
+    copies: dict[SourceFile, SourceFile] = {}
+    if self._is_local:
+      copies = further_links(files, self.formats)
     by_name: dict[str, SourceFile] = {}
     by_stem: dict[str, SourceFile] = {}
-    for file in sorted(files, key=lambda file: file_names.suffix(file.path) in COMPRESSIONS):
+    for file in sorted(files, key=_is_compressed):
       if file in copies:
         continue
-      first = by_name.setdefault(file_names.without_compression(file.path), file)
+      name = file_names.without_compression(file.path)
+      first = by_name.setdefault(name, file)
       if first is not file:
         copies[file] = first
         continue
-      first = by_stem.setdefault(file_names.without_formats(file.path), file)
+      stem = file_names.without_formats(file.path)
+      first = by_stem.setdefault(stem, file)
       both_are_rows = format_of(file.path) in ROWS and format_of(first.path) in ROWS
       if first is not file and both_are_rows:
         self.notes.append(
@@ -207,32 +214,13 @@ class SourceFiles:
           'read. If they have the same texts, name only one, by a pattern.'
         )
     if copies:
-      pairs = [f'{self.name(copy)} is {self.name(first)}' for copy, first in copies.items()]
+      pairs = []
+      for copy, first in copies.items():
+        pairs.append(f'{self.name(copy)} is {self.name(first)}')
       self.notes.append(
         f'Links and compressed copies of other files are not read again: {file_names.some(pairs)}.'
       )
     return [file for file in files if file not in copies]
-
-  def _further_links(self, files: list[SourceFile]) -> dict[SourceFile, SourceFile]:
-    """The further names of local files, each with the first name of the same file."""
-    if not self._is_local:
-      return {}
-    # Only files of equal size and times can be one file; the others need no further look.
-    similar: dict[tuple[int, int, int], list[SourceFile]] = {}
-    for file in files:
-      facts = (file.size, file.modified, file.changed)
-      similar.setdefault(facts, []).append(file)
-    first_names: dict[tuple[int, int], SourceFile] = {}
-    further: dict[SourceFile, SourceFile] = {}
-    for group in similar.values():
-      if len(group) == 1:
-        continue
-      for file in sorted(group, key=lambda file: format_of(file.path) not in self.formats):
-        status = os.stat(file.path)
-        first = first_names.setdefault((status.st_dev, status.st_ino), file)
-        if first is not file:
-          further[file] = first
-    return further
 
   def _check_revisions(self, files: list[SourceFile]) -> None:
     """Raises a DataError for several revisions of a data set in the cache of Hugging Face's hub."""
@@ -240,7 +228,8 @@ class SourceFiles:
     for file in files:
       match = _REVISION.fullmatch(file.path)
       if match:
-        revisions.setdefault(match['cache'], set()).add(match['revision'])
+        names = revisions.setdefault(match['cache'], set())
+        names.add(match['revision'])
     for cache, names in revisions.items():
       if len(names) > 1:
         raise DataError(
@@ -257,7 +246,8 @@ class SourceFiles:
     for split in splits.spelled(pattern):
       known = {name: told for name, told in known.items() if told != split}
     for name, split in known.items():
-      self.splits.setdefault(split, []).append(names[name])
+      files_of_split = self.splits.setdefault(split, [])
+      files_of_split.append(names[name])
     if self.split == splits.VALIDATION:
       return self.splits.get(splits.VALIDATION) or files
     others = []
@@ -277,7 +267,11 @@ class SourceFiles:
         'training beside them, so they are trained on: '
         f'{file_names.some(doubtful)}. To leave them out, name the others by a pattern.'
       )
-    return [file for name, file in names.items() if known.get(name, splits.TRAIN) == splits.TRAIN]
+    training = []
+    for name, file in names.items():
+      if known.get(name, splits.TRAIN) == splits.TRAIN:
+        training.append(file)
+    return training
 
   def _splits_of(
     self, names: Mapping[str, SourceFile], *, is_folder: bool
@@ -290,10 +284,11 @@ class SourceFiles:
       return by_name
     card = self._card()
     if len(card) > 1:
+      names_of_card = [configuration.name for configuration in card]
       raise DataError(
         f'The source {self} has {len(card)} configurations by its README.md, which may have the '
-        f'same texts: {file_names.some([one.name for one in card])}. Name the files of one by a '
-        'folder or a pattern.'
+        f'same texts: {file_names.some(names_of_card)}. Name the files of one by a folder or a '
+        'pattern.'
       )
     if not card:
       return by_name
@@ -303,20 +298,24 @@ class SourceFiles:
     known = {name: by_card.get(name, _NO_SPLIT) for name in names}
     for name, split in by_card.items():
       if not split:
-        known[name] = by_name.splits.get(name, splits.TRAIN)
+        told = by_name.splits.get(name, splits.TRAIN)
+        known[name] = told
     return known, []
 
   def _card(self) -> list[splits.Configuration]:
     """The configurations of the README.md in the folder, as Hugging Face's hub has them."""
     path = posixpath.join(self.root, 'README.md')
-    if not self._filesystem.get_file_info(path).is_file:
+    info = self._filesystem.get_file_info(path)
+    if not info.is_file:
       return []
     with self._filesystem.open_input_stream(path, compression=None) as stream:
       content = stream.read(splits.LARGEST_CARD)
-    return splits.configurations(content.decode(errors='replace'))
+    card = content.decode(errors='replace')
+    return splits.configurations(card)
 
   def _some(self, files: Sequence[SourceFile]) -> str:
-    return file_names.some([self.name(file) for file in files])
+    names = [self.name(file) for file in files]
+    return file_names.some(names)
 
   def _literal(self, path: str) -> str:
     """The beginning of a path before its pattern; a path that exists is taken literally."""
@@ -329,7 +328,10 @@ class SourceFiles:
 
   def _wanted(self, infos: dict[str, Any]) -> list[Any]:
     """The files of a folder that are read, selected by their names."""
-    formats = {name: format_of(name) for name in infos if not _is_hidden(name)}
+    formats = {}
+    for name in infos:
+      if not _is_hidden(name):
+        formats[name] = format_of(name)
     known = {name for name, form in formats.items() if form in self.formats}
     tables = {name for name in known if formats[name] in TABLES}
     texts = known - tables
@@ -344,7 +346,8 @@ class SourceFiles:
     self.left_out = []
     for name in formats:
       if name not in wanted:
-        self.left_out.append(self._file(infos[name]))
+        left_out = self._file(infos[name])
+        self.left_out.append(left_out)
     return [infos[name] for name in wanted]
 
   def _file(self, info: Any) -> SourceFile:
@@ -361,14 +364,22 @@ def _check_single_split(root: str, files: Sequence[str]) -> None:
     return
   folders = set()
   for file in files:
-    folder, slash, _ = posixpath.relpath(file, root).partition('/')
+    relative = posixpath.relpath(file, root)
+    folder, slash, _ = relative.partition('/')
     if slash:
       folders.add(folder)
-  raise ValueError(f'it holds several splits; name one: {", ".join(sorted(folders))}')
+  named = ', '.join(sorted(folders))
+  raise ValueError(f'it holds several splits; name one: {named}')
 
 
 def _is_hidden(name: str) -> bool:
   """Whether a file below a folder is hidden, or a cache of Hugging Face's `datasets`."""
-  if any(part.startswith('.') for part in name.split('/')):
+  parts = name.split('/')
+  if any(part.startswith('.') for part in parts):
     return True
-  return fnmatch.fnmatch(posixpath.basename(name), 'cache-*.arrow')
+  file_name = posixpath.basename(name)
+  return fnmatch.fnmatch(file_name, 'cache-*.arrow')
+
+
+def _is_compressed(file: SourceFile) -> bool:
+  return file_names.suffix(file.path) in COMPRESSIONS

@@ -76,9 +76,11 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
     for path in _paths_of(stem):
       folder, name = posixpath.split(path)
       siblings.setdefault(folder, set()).add(words_of(name))
-  with_training = {
-    folder for folder, names in siblings.items() if _has_training(itertools.chain(*names))
-  }
+  with_training: set[str] = set()
+  for folder, names in siblings.items():
+    words_of_folder = itertools.chain.from_iterable(names)
+    if _has_training(words_of_folder):
+      with_training.add(folder)
   splits: dict[str, str] = {}
   doubtful: list[str] = []
   for file, stem in stems.items():
@@ -88,11 +90,13 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
       folder, name = posixpath.split(path)
       words = words_of(name)
       certain = _split_of(words, is_file=path == stem)
-      if certain and (file in rows or certain == TRAIN):
+      names_rows = file in rows or certain == TRAIN
+      if certain and names_rows:
         told.add(certain)
       else:
         told |= _with_counterpart(words, siblings[folder])
-      may_tell |= _may_tell(words, siblings[folder], folder in with_training)
+      is_beside_training = folder in with_training
+      may_tell |= _may_tell(words, siblings[folder], is_beside_training)
     if told:
       splits[file] = _strictest(told)
     elif may_tell:
@@ -108,7 +112,8 @@ def spelled(pattern: str) -> set[str]:
 
 def configurations(card: str) -> list[Configuration]:
   """The configurations at the head of a dataset card; none if it has no such head."""
-  text = card[:LARGEST_CARD].removeprefix('\ufeff').replace('\r\n', '\n')
+  begin = card[:LARGEST_CARD].removeprefix('\ufeff')
+  text = begin.replace('\r\n', '\n')
   head = _HEAD.match(text)
   if head is None or 'configs' not in head[1]:
     return []
@@ -121,7 +126,10 @@ def configurations(card: str) -> list[Configuration]:
   if not isinstance(content, dict):
     return []
   entries = content.get('configs')
-  if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+  if not isinstance(entries, list):
+    return []
+  are_entries = [isinstance(entry, dict) for entry in entries]
+  if not all(are_entries):
     return []
   read = []
   marked = []  # as the default of the card
@@ -148,12 +156,15 @@ def of_configuration(configuration: Configuration, names: Collection[str]) -> di
 
 def _paths_of(stem: str) -> list[str]:
   """The folders above a path, from the first on, and the path: a/b/c -> [a, a/b, a/b/c]."""
-  return list(itertools.accumulate(stem.split('/'), '{}/{}'.format))
+  folders = stem.split('/')
+  paths = itertools.accumulate(folders, '{}/{}'.format)
+  return list(paths)
 
 
 def _splits_in(name: str) -> set[str]:
   """The splits of all words of a name."""
-  return {_SPLIT_OF_WORD[word] for word in words_of(name) if word in _SPLIT_OF_WORD}
+  words = _SPLIT_OF_WORD.keys() & words_of(name)
+  return {_SPLIT_OF_WORD[word] for word in words}
 
 
 def _strictest(told: Collection[str]) -> str:
@@ -166,7 +177,9 @@ def _strictest(told: Collection[str]) -> str:
 
 def _split_of(words: Sequence[str], *, is_file: bool) -> str | None:
   """The split of a file of rows whose last word, or of a folder whose only word, names one."""
-  if not words or (len(words) > 1 and not is_file):
+  if not words:
+    return None
+  if len(words) > 1 and not is_file:
     return None
   return _SPLIT_OF_WORD.get(words[-1])
 
@@ -178,25 +191,33 @@ def _with_counterpart(words: tuple[str, ...], siblings: Collection[tuple[str, ..
     split = _SPLIT_OF_WORD.get(word)
     if split is None:
       continue
+    words_before = words[:place]
+    words_after = words[place + 1 :]
     for training_word in _WORDS[TRAIN]:
-      counterpart = (*words[:place], training_word, *words[place + 1 :])
+      counterpart = (*words_before, training_word, *words_after)
       if counterpart in siblings:
         splits.add(split)
   return splits
 
 
 def _has_training(words: Iterable[str]) -> bool:
-  return any(word in _WORDS[TRAIN] for word in words)
+  training_words = _WORDS[TRAIN]
+  return any(word in training_words for word in words)
 
 
 def _may_tell(
   words: tuple[str, ...], siblings: Collection[tuple[str, ...]], is_beside_training: bool
 ) -> bool:
   """Whether a name may mean a split for validation or tests, though no counterpart shows it."""
-  others = tuple(word for word in words if _SPLIT_OF_WORD.get(word) not in (VALIDATION, TEST))
+  others = tuple(word for word in words if not _is_held_out(word))
   if others == words:
     return False
   return not others or others in siblings or is_beside_training
+
+
+def _is_held_out(word: str) -> bool:
+  split = _SPLIT_OF_WORD.get(word)
+  return split in (VALIDATION, TEST)
 
 
 def _configuration(entry: Mapping[str, Any]) -> Configuration:
@@ -215,7 +236,8 @@ def _configuration(entry: Mapping[str, Any]) -> Configuration:
     for path in _as_list(paths):
       if isinstance(path, str):
         pattern = posixpath.normpath(posixpath.join(base, path))
-        patterns.append((_card_split(split), pattern))
+        told = _card_split(split)
+        patterns.append((told, pattern))
   return Configuration(name, patterns)
 
 
@@ -237,6 +259,10 @@ def _card_split(split: str) -> str:
 
 
 def _is_selected(name: str, pattern: str) -> bool:
-  if fnmatch.fnmatchcase(name, pattern) or name.startswith(f'{pattern}/'):
+  is_inside = name.startswith(f'{pattern}/')
+  if is_inside or fnmatch.fnmatchcase(name, pattern):
     return True
-  return pattern.startswith('**/') and fnmatch.fnmatchcase(name, pattern.removeprefix('**/'))
+  if not pattern.startswith('**/'):
+    return False
+  pattern_of_name = pattern.removeprefix('**/')
+  return fnmatch.fnmatchcase(name, pattern_of_name)

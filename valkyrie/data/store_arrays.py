@@ -45,21 +45,26 @@ class ArrayFile:
     self._dtype = dtype
     try:
       with foreign.opened(path) as stream:
-        self._size = os.fstat(stream.fileno()).st_size
+        status = os.fstat(stream.fileno())
+        self._size = status.st_size
         file_dtype, file_shape = self._header(stream)
         self._begin = stream.tell()
     except OSError as error:
       raise unreadable(path, error) from error
     if file_dtype != dtype or not _fits(file_shape, shape):
-      sizes = ['any' if size is None else size for size in shape]
+      sizes = []
+      for size in shape:
+        sizes.append('any' if size is None else size)
       raise DataError(
         f'{path} is corrupt: it has {file_dtype} {list(file_shape)}, but {dtype} {sizes} was '
         f'written. {REBUILD}'
       )
     self._row = file_shape[1:]
-    self._row_bytes = dtype.itemsize * int(np.prod(self._row, dtype=np.int64))
+    values_of_row = int(np.prod(self._row, dtype=np.int64))
+    self._row_bytes = dtype.itemsize * values_of_row
     self.length = int(file_shape[0])
-    if self._begin + self.length * self._row_bytes > self._size:
+    end = self._begin + self.length * self._row_bytes
+    if end > self._size:
       raise self._truncated(self._size)
     self._version: tuple[int, int] | None = None  # inode and time
     self.changes = 0
@@ -71,12 +76,14 @@ class ArrayFile:
       DataError: the file has become shorter, or is gone.
       StorageError: the disk refuses.
     """
-    rows = np.empty((end - begin, *self._row), self._dtype)
+    shape = (end - begin, *self._row)
+    rows = np.empty(shape, self._dtype)
     left = rows.reshape(-1).view(np.uint8).data
     place = self._begin + begin * self._row_bytes
     try:
       opened = _opened(self)
-      self._compare(os.fstat(opened.descriptor))
+      status = os.fstat(opened.descriptor)
+      self._compare(status)
       while left:
         count = os.preadv(opened.descriptor, [left], place)
         if not count:
@@ -106,7 +113,8 @@ class ArrayFile:
     if found.st_size != self._size:
       raise self._truncated(found.st_size)
     version = (found.st_ino, found.st_mtime_ns)
-    if self._version is not None and version != self._version:
+    was_read = self._version is not None
+    if was_read and version != self._version:
       self.changes += 1
     self._version = version
 
@@ -121,9 +129,8 @@ def _fits(found: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
   """Whether a shape has the expected sizes; None fits any."""
   if len(found) != len(expected):
     return False
-  return all(
-    size is None or size == found_size for size, found_size in zip(expected, found, strict=True)
-  )
+  pairs = zip(found, expected, strict=True)
+  return all(size in (None, found_size) for found_size, size in pairs)
 
 
 class _OpenFile:
@@ -160,14 +167,17 @@ def check_file(file: pathlib.Path, recorded: Mapping[str, Any], *, content: bool
   digest = recorded['sha256']
   try:
     with foreign.opened(file) as stream:
-      size = os.fstat(stream.fileno()).st_size
+      status = os.fstat(stream.fileno())
+      size = status.st_size
       file_digest = digest
       if content and size == expected:
         file_digest = hashlib.file_digest(stream, 'sha256').hexdigest()
   except OSError as error:
     raise unreadable(file, error) from error
   if size != expected:
-    damage = 'truncated or altered' if size else 'empty'
+    damage = 'empty'
+    if size:
+      damage = 'truncated or altered'
     raise DataError(
       f'{file} is {damage}: it has {size} bytes, but {expected} were written. {REBUILD}'
     )

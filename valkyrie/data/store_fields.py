@@ -34,23 +34,28 @@ def check(information: Mapping[str, Any]) -> None:
     lengths=dict | None,
     origin=dict | None,
   )
-  foreign.fields(information['vocabulary'], fingerprint=str, size=int, eos_id=int)
-  for shard in information['shards']:
+  vocabulary = information['vocabulary']
+  foreign.fields(vocabulary, fingerprint=str, size=int, eos_id=int)
+  shards = information['shards']
+  for shard in shards:
     foreign.fields(shard, name=str, documents=int, tokens=int, files=dict)
     check_files(shard['files'])
   if 'duplicates' in information:
     duplicates = information['duplicates']
     foreign.fields(duplicates, bytes=int, sha256=str, documents=int, name=str | None)
   for name in ('documents', 'tokens'):
-    counts = [shard[name] for shard in information['shards']]
-    least = min(counts, default=-1)
+    counts = [shard[name] for shard in shards]
     total = information[name]
-    if least < 0 or sum(counts) != total or total == 0:
+    is_counted = total != 0 and total == sum(counts)
+    if not is_counted or min(counts) < 0:
       raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {total}')
-  if information['text_bytes'] < 1 or information['vocabulary']['size'] < 1:
+  is_without_text = information['text_bytes'] < 1
+  is_without_tokens = vocabulary['size'] < 1
+  if is_without_text or is_without_tokens:
     raise ValueError('its text or its vocabulary is empty')
   for least_length, count in lengths_of(information):
-    if not least_length.isdecimal() or type(count) is not int:
+    is_counted = type(count) is int
+    if not least_length.isdecimal() or not is_counted:
       lengths = information['lengths']
       raise ValueError(f'its field lengths has {lengths!r:.80}')
   origin = information.get('origin')
@@ -83,7 +88,8 @@ def _check_origin(origin: Mapping[str, Any]) -> None:
   location = origin['location']
   if isinstance(location, list):
     texts += location or [None]
-  if not all(isinstance(text, str) for text in texts):
+  are_texts = [isinstance(text, str) for text in texts]
+  if not all(are_texts):
     raise ValueError(f'its origin has {texts!r:.80}')
   for entry in origin['files']:
     check_entry(entry, inode=False)
@@ -97,8 +103,8 @@ def check_entry(entry: Any, *, inode: bool) -> None:
   kinds: list[Any] = [str, int, int, str | None]
   if inode:
     kinds.append(int)
-  fits = isinstance(entry, list) and len(entry) == len(kinds)
-  if not fits or not all(map(isinstance, entry, kinds)):
+  is_complete = isinstance(entry, list) and len(entry) == len(kinds)
+  if not is_complete or not all(map(isinstance, entry, kinds)):
     raise ValueError(f'it has {entry!r:.80} where a file was expected')
 
 
@@ -106,14 +112,16 @@ def check_offsets(file: pathlib.Path, offsets: np.ndarray, tokens: int) -> None:
   """Checks the starts of documents, int64 [documents + 1]: each document has at least one."""
   lengths = np.diff(offsets)
   is_empty = lengths < 1
-  if offsets[0] != 0 or offsets[-1] != tokens or is_empty.any():
+  covers_all = offsets[0] == 0 and offsets[-1] == tokens
+  if not covers_all or is_empty.any():
     raise _corrupt(file, f'they are not the starts of documents of {tokens} tokens')
 
 
 def check_places(file: pathlib.Path, places: np.ndarray, most: np.ndarray | int) -> None:
   """Checks prompts, int64: each is from 0 to `most`."""
-  is_outside = (places < 0) | (places > most)
-  if is_outside.any():
+  is_negative = places < 0
+  is_beyond = places > most
+  if is_negative.any() or is_beyond.any():
     raise _corrupt(file, 'they are not within the documents')
 
 
@@ -121,7 +129,8 @@ def check_turns(file: pathlib.Path, turns: np.ndarray, tokens: int) -> None:
   """Checks begins and ends of later prompts, int64 [2 * prompts], which increase."""
   check_places(file, turns, tokens)
   descends = np.diff(turns) < 0
-  if len(turns) % 2 or descends.any():
+  is_odd = len(turns) % 2 == 1
+  if is_odd or descends.any():
     raise _corrupt(file, 'they are not begins and ends in turns')
 
 
@@ -129,7 +138,8 @@ def check_duplicates(file: pathlib.Path, numbers: np.ndarray, documents: int) ->
   """Checks the numbers of documents that are left out, int64, which increase and are not all."""
   check_places(file, numbers, documents - 1)
   is_repeated = np.diff(numbers) < 1
-  if len(numbers) >= documents or is_repeated.any():
+  are_all = len(numbers) >= documents
+  if are_all or is_repeated.any():
     raise _corrupt(file, f'they are not some of {documents} documents')
 
 

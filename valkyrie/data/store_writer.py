@@ -57,12 +57,14 @@ class StoreWriter:
   def folders(self) -> list[pathlib.Path]:
     """The folders of the shards."""
     end = f'of-{self.shards:05d}{self.generation}'
-    return [self.path / f'shard-{shard:05d}-{end}' for shard in range(self.shards)]
+    names = [f'shard-{shard:05d}-{end}' for shard in range(self.shards)]
+    return [self.path / name for name in names]
 
   def write(self, documents: Callable[[int], Iterable[Document]]) -> dict[str, Any]:
     """Writes the documents of every missing shard, then store.json; returns its content."""
     for shard in range(self.shards):
-      self.write_shard(shard, documents(shard))
+      documents_of_shard = documents(shard)
+      self.write_shard(shard, documents_of_shard)
     information = self.finish()
     assert information is not None, 'every shard was just written'
     return information
@@ -80,7 +82,8 @@ class StoreWriter:
       StorageError: the file system refused a write.
     """
     folder = self.folders[shard]
-    turn = file_lock.held(lock_of(folder), f'build {folder}', lambda: report(0, 0))
+    lock = lock_of(folder)
+    turn = file_lock.held(lock, f'build {folder}', lambda: report(0, 0))
     with write_errors(self.path), turn:
       replaces = None
       if os.path.lexists(folder):
@@ -89,7 +92,8 @@ class StoreWriter:
           return
         except (ConfigurationError, DataError):
           record = shard_record.read_record(folder)
-          is_other = bool(record) and not shard_record.is_like(record, self._information())
+          is_like = shard_record.is_like(record, self._information())
+          is_other = bool(record) and not is_like
           if is_other or not self.renew:
             raise
           logging.warning('Building %s again: it is damaged, or its source has changed', folder)
@@ -97,7 +101,8 @@ class StoreWriter:
       try:
         with owned.new_folder(folder, replaces=replaces) as temporary:
           counts = shard_arrays.write(temporary, self.selection, shard, documents, report)
-          files = {file.name: _recorded(file) for file in sorted(temporary.glob('*.npy'))}
+          arrays = sorted(temporary.glob('*.npy'))
+          files = {file.name: _recorded(file) for file in arrays}
           record = self._information() | counts
           record['name'] = folder.name
           record['files'] = files
@@ -122,12 +127,14 @@ class StoreWriter:
       StorageError: the file system refused a write.
     """
     folders = self.folders
-    if not all((folder / SHARD_FILE).exists() for folder in folders):
+    records = [folder / SHARD_FILE for folder in folders]
+    if not all(record.exists() for record in records):
       return None
     shards = [self._read_shard(folder) for folder in folders]
     information = self._information()
     for name in shard_arrays.COUNTS:
-      information[name] = sum(shard[name] for shard in shards)
+      counts = [shard[name] for shard in shards]
+      information[name] = sum(counts)
     shard_arrays.check_skipped(str(self.path), information)
     if not information['documents']:
       raise DataError(
@@ -146,17 +153,20 @@ class StoreWriter:
       lengths = _lengths(folders, shards)
       fingerprinted: list[Any] = [shard['files'] for shard in shards]
       if self.selection.unique:
-        stays = _first_of_equals(_hashes(folders, shards))
+        hashes = _hashes(folders, shards)
+        stays = _first_of_equals(hashes)
         lengths = lengths[stays]
-        duplicates, file = self._write_duplicates(np.flatnonzero(~stays))
+        numbers = np.flatnonzero(~stays)
+        duplicates, file = self._write_duplicates(numbers)
         fingerprinted.append(duplicates)
         information['duplicates'] = duplicates
         if self.generation:
           information['duplicates'] = duplicates | {'name': file.name}
-      fingerprint = token_store.content_hash([information['vocabulary'], fingerprinted])
-      information['fingerprint'] = fingerprint
+      fingerprinted_codec = [information['vocabulary'], fingerprinted]
+      information['fingerprint'] = token_store.content_hash(fingerprinted_codec)
       information['lengths'] = _histogram(lengths)
-      whole = information | {'sha256': token_store.content_hash(information)}
+      digest = token_store.content_hash(information)
+      whole = information | {'sha256': digest}
       whole_file.write(self.path / STORE_FILE, _json(whole))
       self._delete_what_is_not_needed(superseded)
       if superseded_file is not None:
@@ -169,7 +179,8 @@ class StoreWriter:
     file = self.path / f'duplicates{self.generation}.npy'
     with owned.new_file(file) as stream:
       np.save(stream, numbers)
-    return {'documents': len(numbers)} | _recorded(file), file
+    entry = {'documents': len(numbers)} | _recorded(file)
+    return entry, file
 
   def _delete_what_is_not_needed(self, superseded: Mapping[pathlib.Path, list[str]]) -> None:
     """Deletes locks, the record of the source, and the files of superseded shards."""
@@ -190,7 +201,8 @@ class StoreWriter:
       return None
     if not information.get('duplicates'):
       return None
-    return self.path / token_store.duplicates_name(information['duplicates'])
+    name = token_store.duplicates_name(information['duplicates'])
+    return self.path / name
 
   def _information(self) -> dict[str, Any]:
     """The fields that all shards and store.json share."""
@@ -214,11 +226,15 @@ class StoreWriter:
     kinds = dict.fromkeys(shard_arrays.COUNTS, int)
     message = f'{folder} has no readable {SHARD_FILE}'
     with converted((OSError, ValueError), DataError, message, token_store.REBUILD):
-      record = foreign.json_object(foreign.content(file), files=dict, **kinds)
-      store_fields.check_counts({name: record[name] for name in shard_arrays.COUNTS})
+      content = foreign.content(file)
+      record = foreign.json_object(content, files=dict, **kinds)
+      counts = {name: record[name] for name in shard_arrays.COUNTS}
+      store_fields.check_counts(counts)
       store_fields.check_files(record['files'])
     # Versions before 0.3 wrote no digest.
-    if 'sha256' in record and record.pop('sha256') != token_store.content_hash(record):
+    has_digest = 'sha256' in record
+    digest = record.pop('sha256', None)
+    if has_digest and digest != token_store.content_hash(record):
       raise DataError(
         f'{file} is corrupt: its content does not match its SHA-256. {token_store.REBUILD}'
       )
@@ -261,7 +277,8 @@ def _lengths(folders: Sequence[pathlib.Path], shards: Sequence[Mapping[str, Any]
   lengths = []
   for folder, shard in zip(folders, shards, strict=True):
     file = folder / token_store.OFFSETS_FILE
-    offsets = store_arrays.load(file, np.int64, (shard['documents'] + 1,))
+    shape = (shard['documents'] + 1,)
+    offsets = store_arrays.load(file, np.int64, shape)
     store_fields.check_offsets(file, offsets, shard['tokens'])
     lengths.append(np.diff(offsets))
   return np.concatenate(lengths)
@@ -272,7 +289,8 @@ def _hashes(folders: Sequence[pathlib.Path], shards: Sequence[Mapping[str, Any]]
   hashes = []
   for folder, shard in zip(folders, shards, strict=True):
     file = folder / token_store.HASHES_FILE
-    hashes.append(store_arrays.load(file, np.uint8, (shard['documents'], 16)))
+    shape = (shard['documents'], 16)
+    hashes.append(store_arrays.load(file, np.uint8, shape))
   return np.concatenate(hashes)
 
 
@@ -299,15 +317,19 @@ def _first_of_equals(hashes: np.ndarray) -> np.ndarray:
   second_halves = pairs[:, 1]
   order = np.lexsort((second_halves, first_halves))  # stable: equals stay in their order
   ordered = pairs[order]
-  differs = ordered[1:] != ordered[:-1]
+  later = ordered[1:]
+  earlier = ordered[:-1]
+  differs = later != earlier
   is_first = np.ones(len(pairs), bool)
-  is_first[order[1:]] = differs.any(axis=1)
+  later_places = order[1:]
+  is_first[later_places] = differs.any(axis=1)
   return is_first
 
 
 def _histogram(lengths: np.ndarray) -> dict[str, int]:
   """{2^k: number of documents with 2^k to 2^(k+1) - 1 tokens}."""
-  powers, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
+  powers_of_lengths = np.log2(lengths).astype(int)
+  powers, counts = np.unique(powers_of_lengths, return_counts=True)
   histogram = {}
   for power, count in zip(powers.tolist(), counts.tolist(), strict=True):
     histogram[str(2**power)] = count
@@ -320,7 +342,8 @@ def _json(content: dict[str, Any]) -> str:
 
 def _recorded(file: pathlib.Path) -> dict[str, Any]:
   """The entry of an array in shard.json or store.json."""
-  return {'bytes': file.stat().st_size, 'sha256': store_arrays.file_sha256(file)}
+  size = file.stat().st_size
+  return {'bytes': size, 'sha256': store_arrays.file_sha256(file)}
 
 
 def write_errors(path: pathlib.Path):

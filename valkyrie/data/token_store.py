@@ -93,7 +93,8 @@ class TokenStore:
     keys: list[np.ndarray] = []
     prompts: list[np.ndarray] = []
     later_prompts: list[np.ndarray] = []
-    for shard, first_token in zip(self._shards, self._first_tokens[:-1], strict=True):
+    first_tokens = self._first_tokens[:-1]
+    for shard, first_token in zip(self._shards, first_tokens, strict=True):
       offsets = self._read_offsets(shard)
       shard_lengths = np.diff(offsets)
       shard_prompts, turns = self._read_prompts(shard, shard_lengths)
@@ -105,11 +106,17 @@ class TokenStore:
 
     # Numbers of the documents that are not duplicates; None if all stay.
     self._numbers = self._read_kept()
-    kept = slice(None) if self._numbers is None else self._numbers
-    self._starts = np.concatenate(starts)[kept]
-    self.lengths = np.concatenate(lengths)[kept]
-    self.sequence_keys = np.concatenate(keys)[kept]
-    self.prompts = np.concatenate(prompts)[kept]
+    kept = self._numbers
+    if self._numbers is None:
+      kept = slice(None)
+    all_starts = np.concatenate(starts)
+    self._starts = all_starts[kept]
+    all_lengths = np.concatenate(lengths)
+    self.lengths = all_lengths[kept]
+    all_keys = np.concatenate(keys)
+    self.sequence_keys = all_keys[kept]
+    all_prompts = np.concatenate(prompts)
+    self.prompts = all_prompts[kept]
     self.later_prompts = np.concatenate(later_prompts)
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
@@ -128,12 +135,14 @@ class TokenStore:
   def _open_hashes(self, shard: Mapping[str, Any]) -> ArrayFile:
     file = self.path / shard['name'] / HASHES_FILE
     dtype = np.dtype(np.uint8)
-    return ArrayFile(file, dtype, (shard['documents'], 16))
+    shape = (shard['documents'], 16)
+    return ArrayFile(file, dtype, shape)
 
   def _read_offsets(self, shard: Mapping[str, Any]) -> np.ndarray:
     """The starts of the documents of a shard, and its end."""
     file = self.path / shard['name'] / OFFSETS_FILE
-    offsets = store_arrays.load(file, np.int64, (shard['documents'] + 1,))
+    shape = (shard['documents'] + 1,)
+    offsets = store_arrays.load(file, np.int64, shape)
     store_fields.check_offsets(file, offsets, shard['tokens'])
     return offsets
 
@@ -150,7 +159,8 @@ class TokenStore:
     file = self.path / duplicates_name(self.information['duplicates'])
     duplicates = store_arrays.load(file, np.int64, (None,))
     store_fields.check_duplicates(file, duplicates, documents)
-    return np.delete(np.arange(documents), duplicates)
+    all_documents = np.arange(documents)
+    return np.delete(all_documents, duplicates)
 
   def _read_prompts(self, shard: Mapping[str, Any], lengths: np.ndarray) -> tuple[np.ndarray, ...]:
     """The prompts of a shard whose documents have these lengths, and the places of later ones."""
@@ -177,14 +187,16 @@ class TokenStore:
     """
     information = read_information(path)
     built = information['vocabulary']
-    if (built['fingerprint'], built['eos_id']) != (vocabulary.fingerprint, vocabulary.eos_id):
+    built_codec = (built['fingerprint'], built['eos_id'])
+    if built_codec != (vocabulary.fingerprint, vocabulary.eos_id):
       raise ConfigurationError(
         f'The token store {path} was built with the vocabulary {built["fingerprint"]} (EOS '
         f'{built["eos_id"]}), but the run asks for {vocabulary.fingerprint} (EOS '
         f'{vocabulary.eos_id}). Use that vocabulary or another TaskFeed.data_dir.'
       )
     for name, recorded in recorded_files(information).items():
-      store_arrays.check_file(path / name, recorded, content=not name.endswith(TOKENS_FILE))
+      is_small = not name.endswith(TOKENS_FILE)
+      store_arrays.check_file(path / name, recorded, content=is_small)
     try:
       warn_of_ratio(path, information)
       return cls(path, information)
@@ -203,7 +215,8 @@ class TokenStore:
     slices = np.stack([shards, begins, ends], axis=1)
     pieces = [np.empty(0, np.int32)]
     for shard, begin, end in slices.tolist():
-      pieces.append(self._tokens[shard].read(begin, end))
+      file = self._tokens[shard]
+      pieces.append(file.read(begin, end))
     return np.concatenate(pieces, dtype=np.int32, casting='unsafe')
 
   def places(self, documents: np.ndarray) -> np.ndarray:
@@ -218,14 +231,18 @@ class TokenStore:
     A document is read completely the first time that this method gets it; the result is kept until
     a file of the store changes.
     """
-    changes = sum(file.changes for file in (*self._tokens, *self._hashes))
+    files = [*self._tokens, *self._hashes]
+    changes = sum(file.changes for file in files)
     if changes != self._changes:
       self._changes = changes
       self._checked[:] = 0
-    unchecked = documents[self._checked[documents] == 0]
+    is_unchecked = self._checked[documents] == 0
+    unchecked = documents[is_unchecked]
     for document in unchecked.tolist():
       damage = self.damage(document)
-      self._checked[document] = _INTACT if damage is None else _DAMAGED
+      self._checked[document] = _DAMAGED
+      if damage is None:
+        self._checked[document] = _INTACT
     return self._checked[documents] == _DAMAGED
 
   def damage(self, document: int) -> str | None:
@@ -262,7 +279,10 @@ class TokenStore:
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
   """The smallest unsigned dtype for every token id."""
-  return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
+  kind = np.uint32
+  if vocabulary_size <= 2**16:
+    kind = np.uint16
+  return np.dtype(kind)
 
 
 def content_hash(content: Any) -> str:
@@ -297,7 +317,8 @@ def information_of(content: bytes, file: str) -> dict[str, Any]:
   file_format = information.get('format')
   if file_format != FORMAT:
     raise DataError(f'{file} has the format {file_format!r}, expected {FORMAT!r}. {REBUILD}')
-  if information.pop('sha256', None) != content_hash(information):
+  digest = information.pop('sha256', None)
+  if digest != content_hash(information):
     raise DataError(f'{file} is corrupt: its content does not match its SHA-256. {REBUILD}')
   with converted((ValueError,), DataError, f'{file} does not list its shards', REBUILD):
     store_fields.check(information)
@@ -329,7 +350,9 @@ def recorded_files(information: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, recorded in shard['files'].items():
       files[f'{shard["name"]}/{name}'] = recorded
   if 'duplicates' in information:
-    files[duplicates_name(information['duplicates'])] = information['duplicates']
+    recorded = information['duplicates']
+    name = duplicates_name(recorded)
+    files[name] = recorded
   return files
 
 
