@@ -11,7 +11,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel

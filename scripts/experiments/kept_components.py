@@ -17,7 +17,7 @@ import numpy as np
 
 from valkyrie import main as command_line
 from valkyrie.config.load import load_gin
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.models import language_model
 from valkyrie.models.features import SITES

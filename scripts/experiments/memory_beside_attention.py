@@ -34,7 +34,7 @@ import numpy as np
 
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.lab.comparison import trials
 from valkyrie.lab.comparison.findings import bits
 from valkyrie.models import language_model

@@ -27,7 +27,7 @@ import scipy.stats
 
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.model import Model

@@ -12,7 +12,8 @@ import pytest
 import tiny_run
 
 from valkyrie.data import store_writer, vocabularies
-from valkyrie.data.feed import TaskFeed, prefetch
+from valkyrie.data.feed import TaskFeed
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
 from valkyrie.errors import ConfigurationError, DataError

@@ -81,12 +81,13 @@ def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
       raise ConfigurationError('--verify needs --output, the directory of the store.')
     return token_store.verify(arguments.output)
   _check(arguments)
+  options = [_option(text) for text in arguments.option]
   selection = Selection(
     arguments.task,
     arguments.split,
     vocabularies.load(arguments.vocabulary),
     arguments.source,
-    dict(_option(text) for text in arguments.option),
+    dict(options),
     arguments.unique,
   )
   if arguments.output is None:
@@ -107,7 +108,9 @@ def _check(arguments: argparse.Namespace) -> None:
   """Raises a ConfigurationError for arguments of a build that do not fit together."""
   if arguments.task is None:
     raise ConfigurationError('--task is missing. Name the task to build, or pass --verify.')
-  if arguments.shards < 1 or arguments.shard not in (None, *range(arguments.shards)):
+  shards = range(arguments.shards)
+  is_one = arguments.shard is None or arguments.shard in shards
+  if not shards or not is_one:
     raise ConfigurationError(
       f'--shard={arguments.shard} and --shards={arguments.shards} are out of range. Use 1 or more '
       'shards, and a shard from 0 to --shards - 1.'
@@ -123,7 +126,8 @@ def _check(arguments: argparse.Namespace) -> None:
       'workers, such as --direct_num_workers=2.'
     )
   _, of_beam = _parser().parse_known_args(arguments.beam)
-  if misplaced := [option for option in arguments.beam if option not in of_beam]:
+  misplaced = [option for option in arguments.beam if option not in of_beam]
+  if misplaced:
     raise ConfigurationError(
       f'Found {" ".join(misplaced)} after --beam, but only options of Apache Beam are expected '
       'there. Write it before --beam.'
@@ -145,7 +149,8 @@ def _answer(arguments: argparse.Namespace) -> NoReturn:
   answers = open(os.dup(1), 'w')  # noqa: SIM115, for as long as the process lives
   os.dup2(2, 1)
   sys.stdout = sys.stderr
-  threading.Thread(target=_end_with_the_input, daemon=True).start()
+  watcher = threading.Thread(target=_end_with_the_input, daemon=True)
+  watcher.start()
   try:
     answer = {'done': _run(arguments)}
   except ValkyrieError as error:
@@ -178,7 +183,8 @@ def main(line: Sequence[str] | None = None) -> int:
   elif done is None:
     print(f'{arguments.output}: this shard is finished, other shards are missing')
   else:
-    print('\n'.join([str(arguments.output), *_statistics(done)]))
+    lines = [str(arguments.output), *_statistics(done)]
+    print('\n'.join(lines))
   return 0
 
 
@@ -196,7 +202,9 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
     duplicates = information['duplicates']['documents']
     documents -= duplicates
     lines.append(f'{duplicates:,} documents are equal to an earlier one and were dropped')
-  counts = {int(begin): count for begin, count in information['lengths'].items()}
+  counts = {}
+  for begin, count in information['lengths'].items():
+    counts[int(begin)] = count
   for begin, count in sorted(counts.items()):
     last = 2 * begin - 1
     share = count / documents

@@ -1,19 +1,15 @@
 """Batches of a task, as a pure function of the position in the rows."""
 
-import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 import copy
 import functools
 import importlib
 import logging
 from typing import Any
 
-import chex
 import gin
 import numpy as np
 
-from valkyrie import edges, types
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction, Seed, checked
 from valkyrie.data import vocabularies
@@ -137,15 +133,17 @@ class TaskFeed:
     if units < self.batch_size:
       lower = _FEWER_ROWS.get(self.selection.split, 'Lower TaskFeed.batch_size')
       text_bytes = self.store.information['text_bytes']
-      cut = max(16, text_bytes // (2 * self.batch_size))
+      bytes_of_half_row = text_bytes // (2 * self.batch_size)
+      cut = min(max(16, bytes_of_half_row), 2048)
       raise ConfigurationError(
         f'{self.selection} has {units} {unit}, fewer than batch_size={self.batch_size}, but each '
         f'row needs one. {lower}; use a larger split; or '
-        f'{more_documents(self.selection, min(cut, 2048))}.'
+        f'{more_documents(self.selection, cut)}.'
       )
     rows = deal(self.store.lengths, keys, self.batch_size, self._order)
-    shortest = min(row.length for row in rows)
-    longest = max(row.length for row in rows)
+    lengths = [row.length for row in rows]
+    shortest = min(lengths)
+    longest = max(lengths)
     if self._order.epochs is None and longest >= _UNEVEN * shortest:
       logging.warning(
         '%s: the shortest of the %d rows has %s tokens and repeats %.3g times while the longest '
@@ -171,7 +169,8 @@ class TaskFeed:
 
   @property
   def row_tokens(self) -> int:
-    return max(row.length for row in self.rows)
+    lengths = [row.length for row in self.rows]
+    return max(lengths)
 
   @property
   def row_end(self) -> int | None:
@@ -197,11 +196,13 @@ class TaskFeed:
     dealt.__dict__.pop('rows', None)
     dealt.batch_size = rows
     if number:  # the first deal uses only the seed
-      dealt._order = self._order._replace(seeds=[*self._order.seeds, number])
+      seeds = [*self._order.seeds, number]
+      dealt._order = self._order._replace(seeds=seeds)
     return dealt
 
   def unfinished(self, position: int) -> int:
-    return sum(position % row.length for row in self.rows)
+    read_again = [position % row.length for row in self.rows]
+    return sum(read_again)
 
   def progress(self, position: int) -> dict[str, float]:
     read = 0
@@ -225,7 +226,8 @@ class TaskFeed:
       segment_ids=np.zeros(shape, np.int32),
     )
     for place, row in enumerate(rows):
-      self._read_row(row, position, Batch(*(leaf[place] for leaf in batch)))
+      leaves = [leaf[place] for leaf in batch]
+      self._read_row(row, position, Batch(*leaves))
     return batch
 
   def describe(self, position: int, length: int) -> str:
@@ -233,13 +235,15 @@ class TaskFeed:
     end = position + length
     rows = []
     for row in range(self.batch_size):
-      rows.append(f'row {row}: {self.documents(row, position, end)}')
+      documents = self.documents(row, position, end)
+      rows.append(f'row {row}: {documents}')
     return f'these documents of {self.store.path}: {_some(rows, "; ")}'
 
   def documents(self, row: int, begin: int, end: int) -> str:
     """The numbers in the store of the documents of the tokens [begin, end) of a row."""
-    numbers = self.rows[row].documents(begin, end).numbers
-    return _some([str(number) for number in numbers], ', ')
+    documents = self.rows[row].documents(begin, end)
+    numbers = [str(number) for number in documents.numbers]
+    return _some(numbers, ', ')
 
   def _read_row(self, row: int, position: int, batch: Batch):
     """Fills the leaves [T], zero so far, of one row's Batch."""
@@ -260,7 +264,8 @@ class TaskFeed:
     damaged = self.store.damaged(documents.numbers)
     is_damaged = np.repeat(damaged, counts)
     if damaged.any():
-      damaged_numbers = set(documents.numbers[damaged].tolist())
+      numbers = documents.numbers[damaged]
+      damaged_numbers = set(numbers.tolist())
       self._report_damaged(row, sorted(damaged_numbers))
       tokens[is_damaged] = self.vocabulary.eos_id
     n = min(wanted, length)
@@ -277,7 +282,8 @@ class TaskFeed:
       unit_starts = np.zeros_like(unit_starts)
       units = np.zeros_like(units)
     places = np.arange(position, end)
-    distances = places - np.repeat(unit_starts, counts)
+    starts_of_tokens = np.repeat(unit_starts, counts)
+    distances = places - starts_of_tokens
     positions = position_of(distances)
     batch.positions[:n] = positions[:n]
     segment_ids = segment_ids_of(units + 1)
@@ -300,11 +306,14 @@ class TaskFeed:
       lasts = lasts - has_prompt
     first_target = position + 1
     targets = np.arange(first_target, first_target + counts.sum())
-    is_answer = targets >= np.repeat(firsts, counts)
-    is_answer &= targets < np.repeat(lasts, counts)
+    first_answers = np.repeat(firsts, counts)
+    last_answers = np.repeat(lasts, counts)
+    is_answer = targets >= first_answers
+    is_answer &= targets < last_answers
     later_prompts = self.store.later_prompts
     if later_prompts.size:
-      first_targets = self.store.places(documents.numbers) + skipped + 1
+      places_of_documents = self.store.places(documents.numbers)
+      first_targets = places_of_documents + skipped + 1
       places = numbers_in(first_targets, counts)
       bounds_before = np.searchsorted(later_prompts, places, side='right')
       is_outside = bounds_before % 2 == 0  # as many prompts have ended as begun
@@ -313,7 +322,8 @@ class TaskFeed:
 
   def _report_damaged(self, row: int, damaged: list[int]):
     """Logs the damaged documents of a row; raises DataError if they are too many."""
-    names = [str(self.store.damage(document)) for document in damaged[:_MAX_NAMED]]
+    shown = damaged[:_MAX_NAMED]
+    names = [str(self.store.damage(document)) for document in shown]
     if len(damaged) > self._bad_documents:
       more = ''
       if len(damaged) > _MAX_NAMED:
@@ -337,59 +347,3 @@ def _some(names: Sequence[str], separator: str) -> str:
 def segment_ids_of(numbers: np.ndarray) -> np.ndarray:
   """The segment ids of the documents of a row from their int64 numbers, which begin at 1."""
   return (numbers - 1) % _SEGMENTS + 1
-
-
-def prefetch(
-  feed: types.TaskFeed,
-  spans: Iterable[tuple[int, int]],
-  depth: int = 2,
-  rows: Sequence[int] | None = None,
-) -> Iterator[Batch]:
-  """Reads (position, length) spans up to `depth` batches ahead, in a background thread.
-
-  The error of a failed read is raised in place of its batch. Closing the iterator ends the thread.
-  A DataError names a row that has tokens to learn in padding.
-  """
-  ahead: collections.deque[Future[Batch]] = collections.deque()
-  reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
-  try:
-    for position, length in spans:
-      ahead.append(reader.submit(_checked, feed, position, length, rows))
-      if len(ahead) > depth:
-        yield ahead.popleft().result()
-    while ahead:
-      yield ahead.popleft().result()
-  finally:
-    reader.shutdown(cancel_futures=True)
-
-
-def _checked(feed: types.TaskFeed, position: int, length: int, rows: Sequence[int] | None) -> Batch:
-  """Reads a batch; raises a DataError if its arrays are not as `types.Batch` says.
-
-  This includes a token to learn in padding, which mixers do not read.
-  """
-  batch = feed.read(position, length, rows)
-  shape = (feed.batch_size if rows is None else len(rows), length)
-  with edges.asserted(
-    lambda: (
-      f'The feed {type(feed).__name__} returned {edges.described(batch)} for {shape[0]} rows of '
-      f'{length} tokens'
-    ),
-    f'Return a valkyrie.types.Batch with arrays of shape {shape}: weights of floats, and otherwise '
-    'integers.',
-    DataError,
-  ):
-    chex.assert_shape([*batch], [shape] * len(batch))
-    kinds = [float if name == 'weights' else int for name in Batch._fields]
-    chex.assert_type([*batch], kinds)
-  is_padding = np.asarray(batch.segment_ids) == 0
-  is_learned = np.asarray(batch.weights) > 0
-  is_lost = is_padding & is_learned
-  if is_lost.any():
-    row, place = np.argwhere(is_lost)[0].tolist()
-    raise DataError(
-      f'The feed {type(feed).__name__} has a token to learn with segment_ids of 0, in row {row} at '
-      f'token {position + place}. 0 is padding, which the model does not read. Count the documents '
-      'of a row from 1, see valkyrie.types.Batch.'
-    )
-  return batch

@@ -53,12 +53,14 @@ def without_formats(path: str) -> str:
 
 
 def suffix(path: str) -> str:
-  return posixpath.splitext(path)[1].lower()
+  _, end = posixpath.splitext(path)
+  return end.lower()
 
 
 def some(names: Sequence[str]) -> str:
   """The first names for a message, and the number of the others."""
-  text = foreign.shown(', '.join(names[:_MAX_NAMED]))
+  first = ', '.join(names[:_MAX_NAMED])
+  text = foreign.shown(first)
   if len(names) > _MAX_NAMED:
     text += f' and {len(names) - _MAX_NAMED} more'
   return text
@@ -76,7 +78,8 @@ def regex(root: str, pattern: str) -> re.Pattern:
     elif part in wildcards:
       expressions.append(wildcards[part])
     else:  # a class of characters, such as [a-z] or [!a-z]
-      expressions.append(part.replace('\\', r'\\').replace('[!', '[^'))
+      escaped = part.replace('\\', r'\\')
+      expressions.append(escaped.replace('[!', '[^'))
   try:
     return re.compile(''.join(expressions))
   except re.error as error:  # such as [z-a]

@@ -62,7 +62,8 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     files = pyarrow.fs.PyFileSystem(_CloudStorage(client))
     name = urllib.parse.unquote(path.removeprefix(_PUBLIC))
     return files, name.rstrip('/')
-  uri = f'{scheme}://{urllib.parse.quote(path, safe=_KEPT)}'
+  quoted = urllib.parse.quote(path, safe=_KEPT)
+  uri = f'{scheme}://{quoted}'
   if query:
     uri += f'?{query}'
   return pyarrow.fs.FileSystem.from_uri(uri)
@@ -82,12 +83,14 @@ def access(location: str, failure: str) -> Iterator[None]:
     reason = foreign.reason(error)
     if is_here and isinstance(error, FileNotFoundError):
       reason = 'there is no such file or folder'
-    is_missing = isinstance(error, ValueError | FileNotFoundError) or 'NO_SUCH_' in str(error)
+    names_nothing = isinstance(error, ValueError | FileNotFoundError)
+    is_missing = names_nothing or 'NO_SUCH_' in str(error)
     if is_here or is_missing:
       message = f'{failure} ({reason}). Check its path and its permissions.'
       raise DataError(message) from error
     advice = 'Check the address and the network, and run again.'
-    if isinstance(error, PermissionError) or _DENIED.search(str(error)):
+    is_denied = isinstance(error, PermissionError) or _DENIED.search(str(error))
+    if is_denied:
       scheme, _, _ = location.partition('://')
       advice = _ADVICE.get(scheme.replace('gcs', 'gs'), advice)
     raise StorageError(f'{failure} ({reason}). {advice}') from error

@@ -124,7 +124,9 @@ class Mixture:
   @property
   def fingerprint(self) -> str:
     """The hash of the sources' content and of the weights."""
-    fingerprints = [[name, feed.fingerprint] for name, feed in self.sources.items()]
+    fingerprints = []
+    for name, feed in self.sources.items():
+      fingerprints.append([name, feed.fingerprint])
     return content_hash([fingerprints, self._changes])
 
   @property
@@ -147,7 +149,10 @@ class Mixture:
 
   @property
   def row_end(self) -> int | None:
-    ends = [row.end for row in self._rows if row.end is not None]
+    ends = []
+    for row in self._rows:
+      if row.end is not None:
+        ends.append(row.end)
     if len(ends) < len(self._rows):
       return None
     return max(ends)
@@ -162,34 +167,44 @@ class Mixture:
   @functools.cached_property
   def _rows(self) -> list[MixedRow]:
     selections = {name: feed.selection for name, feed in self.sources.items()}
-    if any(selection.source for selection in selections.values()):
+    has_files = any(selection.source for selection in selections.values())
+    if has_files:
       from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
       provenance.check_apart(selections)
-    changes = [(position - self._begin, shares) for position, shares in self._changes]
-    rows = zip(*(feed.rows for feed in self._feeds), strict=True)
-    return [MixedRow(sources, row, changes) for row, sources in enumerate(rows)]
+    changes = []
+    for position, shares in self._changes:
+      changes.append((position - self._begin, shares))
+    rows_of_feeds = [feed.rows for feed in self._feeds]
+    mixed_rows = []
+    for row, sources in enumerate(zip(*rows_of_feeds, strict=True)):
+      mixed_row = MixedRow(sources, row, changes)
+      mixed_rows.append(mixed_row)
+    return mixed_rows
 
   def dealt(self, number: int, rows: int, begin: int) -> 'Mixture':
     dealt = copy.copy(self)
     dealt.__dict__.pop('_rows', None)
-    dealt.sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
-    dealt._feeds = list(dealt.sources.values())
+    dealt_sources = {name: feed.dealt(number, rows, 0) for name, feed in self.sources.items()}
+    dealt.sources = dealt_sources
+    dealt._feeds = list(dealt_sources.values())
     dealt._begin = begin
     return dealt
 
   def unfinished(self, position: int) -> int:
     unfinished = 0
     for row, mixed_row in enumerate(self._rows):
-      for feed, place in zip(self._feeds, mixed_row.places(position), strict=True):
+      places = mixed_row.places(position)
+      for feed, place in zip(self._feeds, places, strict=True):
         unfinished += int(place % feed.rows[row].length)
     return unfinished
 
   def progress(self, position: int) -> dict[str, float]:
     """Tokens and epochs of each source before a position, over all rows."""
     places = np.array([row.places(position) for row in self._rows])
+    read_tokens = places.sum(axis=0)
     progress = {}
-    for name, feed, read in zip(self.sources, self._feeds, places.sum(axis=0), strict=True):
+    for name, feed, read in zip(self.sources, self._feeds, read_tokens, strict=True):
       progress[f'tokens/{name}'] = int(read)
       progress[f'epochs/{name}'] = read / feed.store.tokens
     return progress
@@ -198,7 +213,8 @@ class Mixture:
     if rows is None:
       rows = range(len(self._rows))
     parts = [self._read_row(row, position, length) for row in rows]
-    return Batch(*map(np.concatenate, zip(*parts, strict=True)))
+    leaves = zip(*parts, strict=True)
+    return Batch(*map(np.concatenate, leaves))
 
   def describe(self, position: int, length: int) -> str:
     """Names the documents of the tokens [position, position + length) of all rows by number."""
@@ -211,7 +227,8 @@ class Mixture:
       spans = self._spans(row, position, end)
       for span in itertools.islice(spans, _MAX_NAMED):
         feed = self._feeds[span.source]
-        numbers = feed.documents(row, span.place, span.place + span.length)
+        end_of_span = span.place + span.length
+        numbers = feed.documents(row, span.place, end_of_span)
         documents.append(f'{names[span.source]} {numbers}')
       rows.append(f'row {row}: {", ".join(documents)}')
     places = [f'{name} is {feed.store.path}' for name, feed in self.sources.items()]
@@ -242,12 +259,14 @@ class Mixture:
     # The last target of a span is the first token of the next one, of another source.
     targets = np.roll(batch.inputs, -1)
     batch = batch._replace(targets=targets)
-    return Batch(*(leaf[:, :length] for leaf in batch))
+    leaves = [leaf[:, :length] for leaf in batch]
+    return Batch(*leaves)
 
   def _spans(self, row: int, begin: int, end: int) -> Iterator[_Span]:
     """The stretches of single sources in the tokens [begin, end) of a row, in order."""
     pieces = self._rows[row].pieces(begin, end)
-    for source, group in itertools.groupby(pieces, operator.attrgetter('source')):
+    by_source = itertools.groupby(pieces, operator.attrgetter('source'))
+    for source, group in by_source:
       units = list(group)
       first = units[0]
       start = max(begin, first.start)
@@ -317,12 +336,14 @@ def _shares(sources: Mapping[str, Any], weights: Weights) -> list[float]:
       f'Mixture.weights names {", ".join(unknown) or "no source"}, but Mixture.sources has '
       f'{", ".join(sources) or "none"}. Use the same names in both.'
     )
-  if not all(map(_is_weight, weights.values())) or not sum(weights.values()):
+  numbers = list(weights.values())
+  are_weights = [_is_weight(number) for number in numbers]
+  if not all(are_weights) or not sum(numbers):
     raise ConfigurationError(
       f'Mixture.weights has {dict(weights)}. Use numbers of 0 or more, at least one above 0; '
       'tokens are read in this ratio.'
     )
-  total = sum(weights.values())
+  total = sum(numbers)
   return [weights.get(name, 0) / total for name in sources]
 
 

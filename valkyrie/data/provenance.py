@@ -53,7 +53,10 @@ class Origin:
     turn = file_lock.held(store_writer.lock_of(file), f'list the source of {store}', heartbeat.beat)
     with store_writer.write_errors(store), turn:
       if self._is_outdated(file, renew, generation):
-        lines = [f'{json.dumps(_entry(files, listed))}\n' for listed in files.files]
+        lines = []
+        for listed in files.files:
+          entry = json.dumps(_entry(files, listed))
+          lines.append(f'{entry}\n')
         whole_file.write(file, ''.join(lines))
       self._entries = _read(file)
     self.check()
@@ -63,7 +66,8 @@ class Origin:
     if not file.exists():
       return True
     entries = _read(file)
-    has_shards = any(self._store.glob(f'shard-*{generation}'))
+    shards = self._store.glob(f'shard-*{generation}')
+    has_shards = any(shards)
     if has_shards and not renew:
       return False
     return bool(_changes(entries, self._files))
@@ -96,7 +100,8 @@ class Origin:
 
   def check(self) -> None:
     """Raises a DataError if the files have changed since the record was written."""
-    files = SourceFiles(self._files.location, self._files.formats, self._files.split)
+    given = self._files
+    files = SourceFiles(given.location, given.formats, given.split)
     if files.files == self._compared:
       return
     changes = _changes(self._entries, files)
@@ -135,12 +140,15 @@ def check(
     logging.warning('The token store %s was not compared with its source: %s', path, error)
     return
   changes = _changes(recorded['files'], files)
-  had_validation = VALIDATION in recorded.get('splits', files.splits)
+  recorded_splits = recorded.get('splits', files.splits)
+  had_validation = VALIDATION in recorded_splits
   has_validation = VALIDATION in files.splits
   if not changes and had_validation != has_validation:
     changes = 'files of the split validation came or went, which say what is held out'
-  if not changes and 'split' not in recorded and ':' not in information['task']:
-    _check_names(path, recorded, information['source'].get('location'), rebuild)
+  is_of_other_package = ':' in information['task']
+  if not changes and 'split' not in recorded and not is_of_other_package:
+    source = information['source']
+    _check_names(path, recorded, source.get('location'), rebuild)
   if changes:
     raise DataError(
       f'The token store {path} was made from other files than {files} has now '
@@ -158,13 +166,16 @@ def check(
 def _was_edited(information: Mapping[str, Any]) -> bool:
   """Whether a task of another package has another module than when its store was built."""
   recorded = information['source'].get(document_source.MODULE)
-  return recorded is not None and recorded != document_source.module_hash(information['task'])
+  if recorded is None:
+    return False
+  return recorded != document_source.module_hash(information['task'])
 
 
 def _warn_of_task(path: pathlib.Path, information: Mapping[str, Any], rebuild: str) -> None:
   """Warns of a store whose task is of another package and does not name its files."""
   source = information['source']
-  if ':' not in information['task'] or document_source.SAMPLE in source:
+  is_of_other_package = ':' in information['task']
+  if not is_of_other_package or document_source.SAMPLE in source:
     return
   edit = ''
   if _was_edited(information):
@@ -185,7 +196,8 @@ def _check_addresses(location: str | Sequence[str], named: Iterable[str | None])
   if isinstance(location, str):
     places = [location]
   for place in places:
-    if paths.is_address(place) and place not in addresses:
+    is_named = place in addresses
+    if paths.is_address(place) and not is_named:
       raise DataError(f'the run does not name the address {place!r:.200}')
 
 
@@ -197,7 +209,9 @@ def _check_names(
   `source` is the location of the training text; files of held-out text are elsewhere.
   """
   location = recorded['location']
-  split = TRAIN if location == source else VALIDATION
+  split = VALIDATION
+  if location == source:
+    split = TRAIN
   named = {entry[0] for entry in recorded['files']}
   with contextlib.suppress(DataError):  # none is for training
     files = SourceFiles(location, recorded['formats'], split)
@@ -217,19 +231,13 @@ def check_apart(sources: Mapping[str, Selection]) -> None:
   """
   listings: list[_Listing] = []
   for name, selection in sources.items():
-    by_name = 'splits' not in selection.options
-    held_out = selection.options.get('held_out')
-    training = _listed(selection.source, TRAIN if by_name else None)
+    split = TRAIN
+    if 'splits' in selection.options:
+      split = None
+    training = _listed(selection.source, split)
+    validation = _validation(selection)
     if training is not None:
       listings.append(_Listing(name, is_held_out=False, files=training))
-    if held_out is not None:
-      validation = _listed(held_out, VALIDATION if by_name else None)
-    elif by_name:
-      validation = _listed(selection.source, VALIDATION)
-      if validation is not None and VALIDATION not in validation.splits:
-        validation = None
-    else:
-      validation = None
     if validation is not None:
       listings.append(_Listing(name, is_held_out=True, files=validation))
   for one, other in itertools.combinations(listings, 2):
@@ -244,6 +252,23 @@ class _Listing(NamedTuple):
   files: SourceFiles
 
 
+def _validation(selection: Selection) -> SourceFiles | None:
+  """The files that a source holds out; None if it holds out none, or a share of the documents."""
+  by_name = 'splits' not in selection.options
+  held_out = selection.options.get('held_out')
+  if held_out is not None:
+    split = None
+    if by_name:
+      split = VALIDATION
+    return _listed(held_out, split)
+  if not by_name:
+    return None
+  files = _listed(selection.source, VALIDATION)
+  if files is None or VALIDATION not in files.splits:
+    return None
+  return files
+
+
 def _listed(location: str | None, split: str | None) -> SourceFiles | None:
   """The files at a location; None if there are none, or if it is a share of the documents."""
   if not location or location.startswith(STREAMED):
@@ -255,7 +280,8 @@ def _listed(location: str | None, split: str | None) -> SourceFiles | None:
 
 def _check_pair(one: _Listing, other: _Listing) -> None:
   """Raises a DataError, or warns, if two listings of a mixture share files."""
-  if one.source == other.source or (one.is_held_out and other.is_held_out):
+  both_are_held_out = one.is_held_out and other.is_held_out
+  if one.source == other.source or both_are_held_out:
     return
   shared = one.files.shared_with(other.files)
   if not shared:
@@ -277,7 +303,8 @@ def _read(file: pathlib.Path) -> list[list[Any]]:
   """The record of a build: [name, size, time of content, hash, time of the inode] of each file."""
   advice = 'Delete that file, and run the same command of build_store with --renew.'
   with converted((OSError, ValueError), DataError, f'{file} cannot be read', advice):
-    entries = [foreign.json_value(line) for line in foreign.content(file).splitlines()]
+    lines = foreign.content(file).splitlines()
+    entries = [foreign.json_value(line) for line in lines]
     for entry in entries:
       store_fields.check_entry(entry, inode=True)
     return entries
@@ -287,16 +314,20 @@ def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
   """The differences between recorded files, with or without the inodes' times, and present ones."""
   present = {files.name(file): file for file in files.files}
   entries = {name: entry for name, *entry in recorded}
-  in_both = present.keys() & entries.keys()
+  changed = set()
+  for name in present.keys() & entries.keys():
+    if _differs(present[name], *entries[name]):
+      changed.add(name)
   changes = {
     'new': present.keys() - entries.keys(),
     'gone': entries.keys() - present.keys(),
-    'changed': {name for name in in_both if _differs(present[name], *entries[name])},
+    'changed': changed,
   }
   texts = []
   for word, names in changes.items():
     if names:
-      texts.append(f'{len(names)} {word}: {file_names.some(sorted(names))}')
+      named = file_names.some(sorted(names))
+      texts.append(f'{len(names)} {word}: {named}')
   return '; '.join(texts)
 
 

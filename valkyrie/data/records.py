@@ -103,7 +103,8 @@ class Records:
       if not file.size and kind in _OF_ROWS:
         raise DataError(f'{file} is empty. {REPAIR}')
       if kind == '.parquet':
-        self._groups += [(file, group) for group in self._row_groups(file)]
+        for group in self._row_groups(file):
+          self._groups.append((file, group))
         continue
       if kind not in _OF_ROWS:
         self._present(['text'], str(file))
@@ -114,6 +115,7 @@ class Records:
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts; each row is in exactly one part."""
+    columns = list(self._columns)
     for number, (file, group) in enumerate(self._groups):
       kind = format_of(file.path)
       place = f'A row of {file}'
@@ -122,19 +124,22 @@ class Records:
       elif kind == '.arrow':
         read = ((place, row) for row in self._batches(file, part, parts))
       elif number % parts == part:
-        rows = self._group(file, group) if kind == '.parquet' else self._text(file)
+        rows = self._text(file)
+        if kind == '.parquet':
+          rows = self._group(file, group)
         read = ((place, row) for row in rows)
       else:
         continue
       with self._errors(file):
         for place, row in read:
-          yield self._check(row, list(self._columns), place)
+          yield self._check(row, columns, place)
 
   def has_fewer_rows(self, count: int) -> bool:
     """Whether there are fewer rows than `count`; it reads no more than these."""
     if len(self._groups) >= count:  # each has a row
       return False
-    return sum(1 for _ in itertools.islice(self.rows(0, 1), count)) < count
+    first_rows = itertools.islice(self.rows(0, 1), count)
+    return sum(1 for _ in first_rows) < count
 
   def describe(self) -> dict[str, Any]:
     """The number of the files, for store.json."""
@@ -143,24 +148,30 @@ class Records:
   def _row_groups(self, file: SourceFile) -> list[int]:
     """The numbers of the row groups that have rows. Some of many files may be empty."""
     with self._errors(file):
-      opened = columnar.parquet_file(self.files.open_at_random(file))
+      stream = self.files.open_at_random(file)
+      opened = columnar.parquet_file(stream)
       groups = columnar.filled_groups(opened)
-      names = opened.metadata.schema.to_arrow_schema().names
+      schema = opened.metadata.schema.to_arrow_schema()
     if groups:
-      self._present(names, str(file))
+      self._present(schema.names, str(file))
     return groups
 
   def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
-    opened = columnar.parquet_file(self.files.open_at_random(file))
+    stream = self.files.open_at_random(file)
+    opened = columnar.parquet_file(stream)
     columns = self._present(opened.schema_arrow.names, str(file))
     yield from columnar.parquet_rows(opened, group, columns)
 
   def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
     with self.files.open(file) as stream:
-      indexed = columnar.is_indexed(stream.read(8))
-    opened = self.files.open_at_random if indexed else self.files.open
+      begin = stream.read(8)
+    indexed = columnar.is_indexed(begin)
+    opened = self.files.open
+    if indexed:
+      opened = self.files.open_at_random
     with opened(file) as stream:
-      columns = self._present(columnar.arrow_names(stream, indexed=indexed), str(file))
+      names = columnar.arrow_names(stream, indexed=indexed)
+    columns = self._present(names, str(file))
     with opened(file) as stream:
       yield from columnar.arrow_rows(stream, columns, part, parts, indexed=indexed)
 
@@ -169,7 +180,8 @@ class Records:
       content = foreign.whole(stream, lambda piece: _check_text(piece, str(file)))
     text = content.decode('utf-8-sig').replace('\r\n', '\n')
     named = format_of(file.path) in FORMATS
-    if not named and line_rows.is_json(content.removeprefix(codecs.BOM_UTF8)):
+    without_mark = content.removeprefix(codecs.BOM_UTF8)
+    if not named and line_rows.is_json(without_mark):
       raise DataError(
         f'{file} is JSON, but its name does not say so. Rename it to end with .json or '
         '.jsonl: then its columns are read.'
@@ -181,9 +193,11 @@ class Records:
     with self.files.open(file) as stream:
       # A compressed stream of pyarrow offers no lines.
       lines = io.BufferedReader(stream, _BLOCK)
-      _check_text(lines.peek(_BLOCK), str(file))
+      begin = lines.peek(_BLOCK)
+      _check_text(begin, str(file))
       if kind in _SEPARATORS:
-        read = line_rows.separated(lines, _SEPARATORS[kind], str(file), self._present)
+        separator = _SEPARATORS[kind]
+        read = line_rows.separated(lines, separator, str(file), self._present)
       else:
         read = line_rows.json_values(lines, str(file), may_be_one=kind == '.json')
       for number, (place, row) in enumerate(read):
@@ -227,7 +241,8 @@ class Records:
 
   def _not_text(self, file: SourceFile, error: UnicodeDecodeError) -> DataError:
     """Why a file has bytes that are not UTF-8: it is damaged, or has another encoding."""
-    wrong = f'byte {error.start} is {error.object[error.start]:#04x}'
+    byte = error.object[error.start]
+    wrong = f'byte {error.start} is {byte:#04x}'
     damaged = format_of(file.path) in _OF_COLUMNS  # whose texts are always UTF-8
     try:
       with self.files.open(file) as stream:  # the checksum of a compressed file is at its end
@@ -269,10 +284,12 @@ class StreamedRecords:
     with self._errors():
       builder = _revision(self._location)
       _check_splits(self._location, builder)
+      columns = list(self._columns)
+      place = f'A row of {self._location}'
       streamed = builder.as_streaming_dataset(split='train')
       for row in itertools.islice(streamed, part, None, parts):
         _present(self._columns, self._also, list(row), self._location)
-        yield self._check(row, list(self._columns), f'A row of {self._location}')
+        yield self._check(row, columns, place)
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""
@@ -282,7 +299,8 @@ class StreamedRecords:
 
 def _check_splits(location: str, builder: Any) -> None:
   """Logs which splits are not read; raises a DataError if there is none to train on."""
-  names = [str(name) for name in builder.info.splits or builder.config.data_files or ()]
+  splits = builder.info.splits or builder.config.data_files or ()
+  names = [str(name) for name in splits]
   others = ', '.join(name for name in names if name != 'train')
   if names and 'train' not in names:
     raise DataError(
@@ -304,7 +322,8 @@ def _revision(location: str) -> Any:
     import datasets  # noqa: PLC0415  (an optional package)  # pyright: ignore
   owner, _, rest = location.removeprefix(STREAMED).partition('/')
   name, _, configuration = rest.partition('/')
-  return datasets.load_dataset_builder(f'{owner}/{name}', configuration or None)
+  address = f'{owner}/{name}'
+  return datasets.load_dataset_builder(address, configuration or None)
 
 
 def _present(
@@ -322,8 +341,8 @@ def _present(
     raise DataError(f'{place} has no column {listed}; it has {_named(names)}. {_NAMED_BY[option]}.')
   wanted = dict.fromkeys([*columns, *also])
   chosen = [name for name in wanted if name in names]
-  are_repeated = any(names.count(name) > 1 for name in chosen)
-  if are_repeated:
+  repeated = [name for name in chosen if names.count(name) > 1]
+  if repeated:
     raise DataError(f'{place} has columns of one name: {_named(names)}. Rename all but one.')
   return chosen
 

@@ -38,7 +38,8 @@ def publish() -> None:
   known = seqio.TaskRegistry.names()
   for name, task in TASKS.items():
     if name in known:
-      if getattr(seqio.TaskRegistry.get(name).source, 'source', None) is not task.source:
+      registered = seqio.TaskRegistry.get(name).source
+      if getattr(registered, 'source', None) is not task.source:
         raise ConfigurationError(f'seqio has another task {name!r} already. Rename one of the two.')
       continue
     source: Any = SeqioSource(task.source)  # seqio's class breaks its own Protocol
@@ -65,7 +66,11 @@ def rates(mixture: str) -> dict[str, float]:
       f'seqio.MixtureRegistry.add({name!r}, ...) in that module, or correct the name.'
     )
   registered = seqio.MixtureRegistry.get(name)
-  return {f'{module}:{task.name}': float(registered.get_rate(task)) for task in registered.tasks}
+  rates_of_tasks: dict[str, float] = {}
+  for task in registered.tasks:
+    rate = registered.get_rate(task)
+    rates_of_tasks[f'{module}:{task.name}'] = float(rate)
+  return rates_of_tasks
 
 
 class SeqioSource(seqio.DataSource):
@@ -108,9 +113,9 @@ class SeqioSource(seqio.DataSource):
         self.failure = error
         raise
 
-    return tf.data.Dataset.from_generator(
-      examples, output_signature={name: tf.TensorSpec((), tf.string) for name in names}
-    )
+    text = tf.TensorSpec((), tf.string)
+    signature = {name: text for name in names}
+    return tf.data.Dataset.from_generator(examples, output_signature=signature)
 
 
 class SeqioVocabulary(seqio.PassThroughVocabulary):
@@ -129,12 +134,18 @@ class SeqioVocabulary(seqio.PassThroughVocabulary):
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: tf.Tensor) -> np.ndarray:
       content = bytes(text.numpy())
-      return self._vocabulary.ids(content.decode('utf-8', errors='replace'))
+      decoded = content.decode('utf-8', errors='replace')
+      return self._vocabulary.ids(decoded)
 
-    return tf.ensure_shape(tf.py_function(encode, [s], tf.int32), [None])
+    ids = tf.py_function(encode, [s], tf.int32)
+    return tf.ensure_shape(ids, [None])
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
-    text = tf.py_function(lambda i: self._vocabulary.decode(i.numpy().tolist()), [ids], tf.string)
+    def decode(ids: tf.Tensor) -> str:
+      numbers = ids.numpy().tolist()
+      return self._vocabulary.decode(numbers)
+
+    text = tf.py_function(decode, [ids], tf.string)
     return tf.ensure_shape(text, [])
 
 
@@ -169,16 +180,16 @@ def task_reader_of(name: str, selection: Selection) -> TaskReader:
   code += [getattr(step, 'func', step) for step in original.preprocessors]
   modules = [str(part.__module__) for part in code]
   adapter = SeqioVocabulary(selection.vocabulary)
-  features = {
-    feature: dataclasses.replace(settings, vocabulary=adapter)
-    for feature, settings in original.output_features.items()
-  }
+  features = {}
+  for feature, settings in original.output_features.items():
+    features[feature] = dataclasses.replace(settings, vocabulary=adapter)
   task = original.replace(source=source, output_features=features)
   how = {'split': split, 'shuffle': False, 'try_in_mem_cache': False}
 
   def read(shard: int, shards: int) -> Iterator[store_writer.Document]:
     try:
-      dataset = task.get_dataset(shard_info=seqio.ShardInfo(shard, shards), **how)
+      part = seqio.ShardInfo(shard, shards)
+      dataset = task.get_dataset(shard_info=part, **how)
       for example in dataset.as_numpy_iterator():
         yield _document(example, 'inputs' in features, selection.vocabulary)
     except tf.errors.OpError as error:
@@ -195,7 +206,8 @@ def _files(source: Any, split: str) -> SourceFiles | None:
   if not isinstance(source, seqio.FileDataSource):
     return None
   files = [os.path.abspath(file) for file in source.list_shards(split)]
-  if not files or not all(map(os.path.isfile, files)):
+  are_here = [os.path.isfile(file) for file in files]
+  if not files or not all(are_here):
     return None
   return SourceFiles(files)
 
@@ -207,7 +219,8 @@ def _document(
   if prompts:
     prompt = example['inputs']
   answer = example['targets']
-  if len(answer) and answer[-1] == vocabulary.eos_id:  # the store adds it
+  has_eos = len(answer) and answer[-1] == vocabulary.eos_id
+  if has_eos:  # the store adds it
     answer = answer[:-1]
   text_bytes = 0
   for feature, tokens in (('inputs', prompt), ('targets', answer)):
@@ -221,7 +234,8 @@ def _document(
   tokens = np.concatenate([prompt, answer])
   prompt_tokens = len(prompt)
   bos = vocabulary.bos
-  if tuple(tokens[: len(bos)]) == bos:  # the store adds it
+  begin = tuple(tokens[: len(bos)])
+  if begin == bos:  # the store adds it
     tokens = tokens[len(bos) :]
     prompt_tokens = max(prompt_tokens - len(bos), 0)
   return store_writer.Document(tokens, text_bytes, key, prompt_tokens)

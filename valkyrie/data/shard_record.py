@@ -60,8 +60,8 @@ def others_in(
   store: pathlib.Path, like: Mapping[str, Any], kept: Collection[pathlib.Path]
 ) -> dict[pathlib.Path, list[str]]:
   """{folder: files} of the shards in the folder of a store that are `like` one, but not `kept`."""
-  return {
-    folder: files(record)
-    for folder, record in all_in(store).items()
-    if is_like(record, like) and folder not in kept
-  }
+  others = {}
+  for folder, record in all_in(store).items():
+    if is_like(record, like) and folder not in kept:
+      others[folder] = files(record)
+  return others

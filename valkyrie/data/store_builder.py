@@ -68,7 +68,9 @@ def build(
       output is not apart from the source; Beam is not installed, or rejects its options.
     DataError: the task's source is missing, damaged or empty; or Beam failed or wrote elsewhere.
   """
-  pipeline = None if beam is None else _pipeline(beam)
+  pipeline = None
+  if beam is not None:
+    pipeline = _pipeline(beam)
   apart.check_store(output, selection.source, selection.options)
   generation = ''
   if os.path.lexists(output / token_store.STORE_FILE):
@@ -79,15 +81,19 @@ def build(
       document_source.check_generated(output, found['source'], selection, again)
       return found
     generation = _next_generation(selection, output)
+  begun = f'building {output}'
   bos = selection.vocabulary.bos
-  after = f': each document after {selection.vocabulary.file} begins with BOS, {bos}' if bos else ''
-  print(f'building {output}{after}', file=sys.stderr, flush=True)
+  if bos:
+    begun += f': each document after {selection.vocabulary.file} begins with BOS, {bos}'
+  print(begun, file=sys.stderr, flush=True)
   renew |= rebuild
   opened = functools.partial(Bench, selection, output, shards, renew, generation)
   bench = opened()
   if not renew:
     bench.writer.check_shards()
-  numbers = range(shards) if shard is None else [shard]
+  numbers: Sequence[int] = range(shards)
+  if shard is not None:
+    numbers = [shard]
   if pipeline is not None:
     _in_pipeline(pipeline, opened, numbers)
   else:
@@ -97,8 +103,10 @@ def build(
           bench.build(number, progress.add)
           progress.add(shards=1)
       else:
-        _in_processes(opened, numbers, min(processes, len(numbers)), progress)
-  information = bench.writer.finish(bench.origin and bench.origin.record())
+        count = min(processes, len(numbers))
+        _in_processes(opened, numbers, count, progress)
+  origin = bench.origin and bench.origin.record()
+  information = bench.writer.finish(origin)
   if information is None and pipeline is not None:
     raise DataError(
       f'The pipeline has ended, but {output} lacks shards. The workers write there, so --output '
@@ -156,7 +164,8 @@ class Bench:
 
   def build(self, number: int, report: Report) -> None:
     """Builds a shard, unless it is there."""
-    self.writer.write_shard(number, self._documents(number), report)
+    documents = self._documents(number)
+    self.writer.write_shard(number, documents, report)
 
   def _documents(self, shard: int) -> Iterator[store_writer.Document]:
     yield from self._reader.documents(shard, self.writer.shards)
@@ -166,14 +175,18 @@ class Bench:
 
 def _code_hash(modules: Iterable[str]) -> str:
   """SHA-256 of the code that produces tokens: of these loaded modules and of all in this folder."""
-  files = [
-    getattr(sys.modules.get(name), '__file__', None)
-    for name in sorted({*modules})
-    if name.split('.')[0] not in sys.stdlib_module_names
-  ]
+  files: list[pathlib.Path] = []
+  for name in sorted({*modules}):
+    package = name.split('.')[0]
+    file = getattr(sys.modules.get(name), '__file__', None)
+    if file and package not in sys.stdlib_module_names:
+      files.append(pathlib.Path(file))
+  folder = pathlib.Path(__file__).parent
+  files += sorted(folder.glob('*.py'))
   digest = hashlib.sha256()
-  for file in [*filter(None, files), *sorted(pathlib.Path(__file__).parent.glob('*.py'))]:
-    digest.update(hashlib.sha256(pathlib.Path(file).read_bytes()).digest())
+  for file in files:
+    code = hashlib.sha256(file.read_bytes())
+    digest.update(code.digest())
   return digest.hexdigest()
 
 
@@ -181,18 +194,23 @@ class _Progress(tqdm.tqdm):
   """A line of progress, with the documents and tokens of all processes."""
 
   def __init__(self, title: str, shards: int):
-    interval = 0.2 if sys.stderr.isatty() else 10  # only time decides when the line is rewritten
+    interval = 10
+    if sys.stderr.isatty():  # only time decides when the line is rewritten
+      interval = 0.2
     super().__init__(desc=title, total=shards, unit='shard', miniters=0, mininterval=interval)
-    self._documents = self._tokens = 0
+    self._documents = 0
+    self._tokens = 0
 
   def add(self, documents: int = 0, tokens: int = 0, shards: int = 0) -> None:
     heartbeat.beat()  # of the run that waits for the store, if there is one
     self._documents += documents
     self._tokens += tokens
     seconds = max(self.format_dict['elapsed'], 1e-9)
+    documents_a_second = self._documents / seconds
+    tokens_a_second = self._tokens / seconds
     self.set_postfix_str(
-      f'{self._documents:,} documents, {self._documents / seconds:,.0f} documents/s, '
-      f'{self._tokens:,} tokens, {self._tokens / seconds:,.0f} tokens/s',
+      f'{self._documents:,} documents, {documents_a_second:,.0f} documents/s, '
+      f'{self._tokens:,} tokens, {tokens_a_second:,.0f} tokens/s',
       refresh=False,
     )
     self.update(shards)
@@ -215,7 +233,8 @@ def _in_processes(
       while running:
         done, running = futures.wait(running, 1, futures.FIRST_COMPLETED)
         while not reports.empty():
-          progress.add(*reports.get())
+          read = reports.get()
+          progress.add(*read)
         for finished in done:
           finished.result()
     except BrokenProcessPool as error:
@@ -236,12 +255,14 @@ def _start(opened: Callable[[], Bench], reports: Any) -> None:
   """Begins a process, which opens its bench with its first shard, and ends with its parent."""
   global _worker  # noqa: PLW0603
   _worker = functools.cache(opened), reports
-  threading.Thread(target=_end_with_the_parent, daemon=True).start()
+  watcher = threading.Thread(target=_end_with_the_parent, daemon=True)
+  watcher.start()
 
 
 def _build_one(number: int) -> None:
   opened, reports = _worker
-  opened().build(number, lambda *read: reports.put(read))
+  bench = opened()
+  bench.build(number, lambda *read: reports.put(read))
   reports.put((0, 0, 1))
 
 
@@ -265,7 +286,8 @@ def _pipeline(options: Sequence[str]) -> Any:
     import apache_beam  # noqa: PLC0415  (an optional package)
     from apache_beam.options import pipeline_options  # noqa: PLC0415
   try:
-    return apache_beam.Pipeline(options=pipeline_options.PipelineOptions([*options]))
+    given = pipeline_options.PipelineOptions([*options])
+    return apache_beam.Pipeline(options=given)
   except (AttributeError, ImportError, ValueError) as error:
     raise ConfigurationError(
       f'Apache Beam refuses its options {" ".join(options)}: {error}. Correct what follows --beam.'
@@ -290,13 +312,15 @@ def _in_pipeline(pipeline: Any, opened: Callable[[], Bench], numbers: Iterable[i
       counter.inc(number)
 
   def build_shard(number: int) -> None:
-    benches.acquire(opened).build(number, report)
+    bench = benches.acquire(opened)
+    bench.build(number, report)
 
   _ = pipeline | apache_beam.Create(numbers) | apache_beam.Map(build_shard)
   try:
     pipeline.run().wait_until_finish()
   except Exception as error:  # runners raise many types, with the traceback of a worker as text
-    *_, reason = str(error).strip().splitlines() or [repr(error)]
+    lines = str(error).strip().splitlines()
+    *_, reason = lines or [repr(error)]
     raise DataError(
       f'The pipeline has failed: {reason} The lines above have more. Finished shards are kept. Run '
       'the same command again to continue.'
@@ -343,4 +367,6 @@ def _next_generation(selection: Selection, output: pathlib.Path) -> str:
   with contextlib.suppress(DataError):  # it is damaged
     _finished(selection, output)
   with storage_errors(f'{file} cannot be read', 'Move it away.', also=(ValueError,)):
-    return f'-{hashlib.sha256(foreign.content(file)).hexdigest()[:8]}'
+    content = foreign.content(file)
+  digest = hashlib.sha256(content).hexdigest()
+  return f'-{digest[:8]}'

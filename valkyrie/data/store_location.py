@@ -44,7 +44,8 @@ def store_path(selection: Selection, data_dir: str | None) -> pathlib.Path:
   root = data_dir
   if root is None:
     root = str(paths.cache())
-  return pathlib.Path(with_home(root)).absolute() / selection.name
+  folder = pathlib.Path(with_home(root)).absolute()
+  return folder / selection.name
 
 
 def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
@@ -58,7 +59,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   recipe = _recipe(selection)
   if data_dir is not None and paths.is_address(data_dir):
     make = _uploading([*recipe, f'--output={selection.name}'], data_dir, selection.name)
-    path = _copied(_RemoteStore(data_dir, selection.name), f'To build it, {make}')
+    remote = _RemoteStore(data_dir, selection.name)
+    path = _copied(remote, f'To build it, {make}')
   else:
     path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
@@ -66,7 +68,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
       build([*recipe, '--renew'], f'Building the token store {path}')
       _check_other_splits(path, selection)
       return TokenStore.open(path, selection.vocabulary)
-    make = f'run:\n  {_command([*recipe, "--rebuild"])}'
+    command = _command([*recipe, '--rebuild'])
+    make = f'run:\n  {command}'
   try:
     store = TokenStore.open(path, selection.vocabulary)
   except DataError as error:
@@ -86,7 +89,8 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
     from valkyrie.data import document_source  # noqa: PLC0415  (pyarrow, only for these tasks)
 
     document_source.check_generated(path, source, selection, make)
-  if store.information.get('origin') is not None or ':' in selection.task:
+  has_files = store.information.get('origin') is not None
+  if has_files or ':' in selection.task:
     from valkyrie.data import provenance  # noqa: PLC0415  (pyarrow, only for files)
 
     provenance.check(path, store.information, make, selection.places)
@@ -115,7 +119,8 @@ def _check_other_splits(path: pathlib.Path, selection: Selection) -> None:
 
   words = path.name.split('-')
   words[1] = '*'  # any split
-  for other in sorted(path.parent.glob('-'.join(words))):
+  pattern = '-'.join(words)
+  for other in sorted(path.parent.glob(pattern)):
     if other == path or not (other / STORE_FILE).exists():
       continue
     information = read_information(other)
@@ -175,7 +180,8 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
   `build` says how to build the store, for the message if there is none.
   """
   unfinished = f'{remote} is not a finished token store: no {STORE_FILE}. {build}'
-  content = b''.join(remote.blocks(STORE_FILE, unfinished))
+  blocks = remote.blocks(STORE_FILE, unfinished)
+  content = b''.join(blocks)
   information = token_store.information_of(content, f'{remote}/{STORE_FILE}')
   digest = hashlib.sha256(content).hexdigest()
   local = paths.cache() / f'{remote.name}-{digest[:8]}'
@@ -190,7 +196,8 @@ def _copied(remote: _RemoteStore, build: str) -> pathlib.Path:
     file_lock.held(local / '.lock', f'copy {remote} to {local}', heartbeat.beat),
   ):
     if not (local / STORE_FILE).exists():  # another process may have made the copy meanwhile
-      _copy(remote, token_store.recorded_files(information), local)
+      files = token_store.recorded_files(information)
+      _copy(remote, files, local)
       whole_file.write(local / STORE_FILE, content)
   return local
 
@@ -201,7 +208,8 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
   for name, recorded in files.items():
     if not (local / name).exists():
       missing[name] = recorded
-  size = sum(recorded['bytes'] for recorded in missing.values())
+  sizes = [recorded['bytes'] for recorded in missing.values()]
+  size = sum(sizes)
   free = shutil.disk_usage(local).free
   if size > free:
     raise StorageError(
@@ -210,7 +218,9 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
       'VALKYRIE_CACHE.'
     )
   print(f'copying {remote} to {local}', file=sys.stderr, flush=True)
-  interval = 0.2 if sys.stderr.isatty() else 10
+  interval = 10
+  if sys.stderr.isatty():
+    interval = 0.2
   with tqdm.tqdm(total=size, unit='B', unit_scale=True, mininterval=interval) as bar:
     for name, recorded in missing.items():
       digest = hashlib.sha256()
@@ -249,7 +259,8 @@ def build(arguments: Sequence[str], task: str) -> Any:
     DataError: the process has died; the message begins with `task`, such as 'Building ...'.
   """
   # It searches packages, such as a user's own, where this process does.
-  path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+  folders = [entry or os.getcwd() for entry in sys.path]
+  path = os.pathsep.join(folders)
   with subprocess.Popen(
     [*packages.start(_BUILD_STORE), '--for_a_run', *arguments],
     stdin=subprocess.PIPE,

@@ -43,13 +43,14 @@ class TemplateProcess:
 
   def _started(self) -> subprocess.Popen:
     if self._process is None:
+      folders = os.pathsep.join(filter(None, sys.path))
       process = subprocess.Popen(
         [sys.executable, '-P', str(_PROGRAM), str(SECONDS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         # It finds jinja2 where this process does.
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | {'PYTHONPATH': folders},
         start_new_session=True,  # the signals that stop a run are not for it
       )
       self._process = process
@@ -59,9 +60,9 @@ class TemplateProcess:
 
   def _answer(self, process: subprocess.Popen, asked: Mapping[str, Any]) -> str:
     assert process.stdin is not None and process.stdout is not None
-    line = json.dumps(asked, default=str).encode() + b'\n'
+    line = json.dumps(asked, default=str) + '\n'
     try:
-      process.stdin.write(line)
+      process.stdin.write(line.encode())
       process.stdin.flush()
       answer = process.stdout.readline()
     except BrokenPipeError:

@@ -32,8 +32,15 @@ def _compiled(source: str, names: dict[str, Any]) -> Any:
   )
   environment.globals |= names | {'raise_exception': _refuse, 'strftime_now': _DATE.strftime}
   environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
-  unmarked = _GENERATION.sub(lambda t: t[1] + ('endif' if t[2] else 'if true'), source)
+  unmarked = _GENERATION.sub(_as_condition, source)
   return environment.from_string(unmarked)
+
+
+def _as_condition(tag: re.Match[str]) -> str:
+  begin, end = tag.groups()
+  if end:
+    return f'{begin}endif'
+  return f'{begin}if true'
 
 
 def _text(template: Any, messages: Any, tools: Any, asks: bool) -> str:
@@ -51,7 +58,8 @@ def _text(template: Any, messages: Any, tools: Any, asks: bool) -> str:
 def _limit(seconds: int) -> None:
   """Ends this process by SIGXCPU unless the next answer takes so many seconds of a processor."""
   used = resource.getrusage(resource.RUSAGE_SELF)
-  most = int(used.ru_utime + used.ru_stime) + 1 + seconds
+  seconds_used = int(used.ru_utime + used.ru_stime)
+  most = seconds_used + 1 + seconds
   _, hard = resource.getrlimit(resource.RLIMIT_CPU)
   resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
 
@@ -68,7 +76,8 @@ def main(seconds: int) -> None:
         template = _compiled(asked['source'], asked['names'])
         answer = {'text': ''}
       else:
-        answer = {'text': _text(template, asked['messages'], asked['tools'], asked['asks'])}
+        text = _text(template, asked['messages'], asked['tools'], asked['asks'])
+        answer = {'text': text}
     except Exception as error:  # a stranger's code raises any
       answer = {'error': str(error) or type(error).__name__}
     print(json.dumps(answer), flush=True)

@@ -37,7 +37,8 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
       f'{file} is not a tokenizer configuration ({foreign.reason(error)}). Copy or download it '
       'again.'
     ) from error
-  entries['chat_template'] = template_files.templates(path.parent, entries.get('chat_template'))
+  configured = entries.get('chat_template')
+  entries['chat_template'] = template_files.templates(path.parent, configured)
   return {name: value for name, value in entries.items() if value is not None}
 
 

@@ -67,7 +67,8 @@ def _growth(step: dict[str, Any]) -> float:
       return 1.0 + new
     return max(1.0, new / old)
   if kind == 'TemplateProcessing':
-    return max(1.0, sum('Sequence' in piece for piece in step['single']))
+    copies = ['Sequence' in piece for piece in step['single']]
+    return max(1.0, sum(copies))
   return _GROWTH.get(str(kind), 1.0)
 
 
@@ -82,6 +83,7 @@ def refused(message: str, error: type[ValkyrieError], advice: str) -> Iterator[N
   except ValkyrieError:
     raise
   except BaseException as failure:
-    if not isinstance(failure, Exception) and type(failure).__name__ != 'PanicException':
+    is_panic = type(failure).__name__ == 'PanicException'
+    if not isinstance(failure, Exception) and not is_panic:
       raise
     raise error(f'{message} ({foreign.reason(failure)}). {advice}') from failure

@@ -19,8 +19,8 @@ import numpy as np
 from valkyrie import edges, foreign
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt
-from valkyrie.data.feed import prefetch
 from valkyrie.data.mixture import mean_tokens_per_byte
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.errors import ConfigurationError, Preempted
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.model import Model

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from valkyrie.checkpoint.manager import CheckpointDirectory
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.distributed import compilation_cache, consistency, heartbeat
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.monitoring import memory

@@ -21,7 +21,7 @@ import numpy as np
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt, checked
-from valkyrie.data.feed import prefetch
+from valkyrie.data.read_ahead import prefetch
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
 from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
