@@ -120,7 +120,7 @@ class Toy:
 
     def layer(x, given):
       seen: dict[str, Array] = {}
-      with hk.custom_getter(sites.getter('layers/', given, seen)):
+      with hk.custom_getter(sites.getter(0, 'layers/', given, seen)):
         y = hk.to_module(self.layer)('toy')(x)
       return y, seen
 

@@ -25,6 +25,7 @@ from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.train_state import initial_state, state_axes
 from valkyrie.training.train_step import make_train_step
+from valkyrie.weights import named_tensors
 
 ROWS, TIME, C = 2, 24, 3
 BATCH = tiny.batch((9, 15))
@@ -507,6 +508,7 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
     (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'needs matrices to decompose'),
     (lambda: parts(also=(('mpl/', 2),)), "the pattern 'mpl/', but no path"),
+    (lambda: parts(also=(('s5/', 2, '0'),)), "the pattern 's5/', but no path"),
     (lambda: Adversary(scope='rows', sets=5).start({}, 4, TIME, 0), 'a step has 4 rows'),
   ],
 )  # fmt: skip
@@ -551,7 +553,7 @@ def test_a_write_is_important_where_it_is_read_chunks_later(memory, finds):
 
 DECOMPOSE = """
 include 'gin/decompose.gin'
-Sites.components = (('s5/b', 4), ('mlp/out', 3))
+Sites.components = (('s5/b', 4, '1'), ('mlp/out', 3))
 Decomposition.faithful_steps = 3
 Adversary.persistent = True
 Adversary.ascents = 1
@@ -567,11 +569,12 @@ eval_every = 100
 def test_a_run_that_was_stopped_is_the_same_run(tmp_path, capsys):
   """D19, D20: bit for bit, adversaries included; the steps on faithfulness are not repeated."""
   tiny_run.write_stores(tmp_path, 'letters', 'abc ')
-  target = tiny_run.train(tmp_path / 'target', tmp_path)
+  target = tiny_run.train(tmp_path / 'target', tmp_path, layers=2)
   weights = f'--gin.train.initial_weights="{target}"'
 
   def run(name, steps):
-    return tiny_run.train(tmp_path / name, tmp_path, weights, data=DECOMPOSE.format(steps=steps))
+    data = DECOMPOSE.format(steps=steps)
+    return tiny_run.train(tmp_path / name, tmp_path, weights, data=data, layers=2)
 
   run('parts', 2)
   assert '3 steps on faithfulness' in capsys.readouterr().err
@@ -593,6 +596,9 @@ def test_a_run_that_was_stopped_is_the_same_run(tmp_path, capsys):
   # The matrices of the target are as they were.
   with open_to_read(str(target), '2') as directory:
     before = directory.restore_evaluated()
-  for module, group in before.items():
-    for name, leaf in group.items():
-      np.testing.assert_array_equal(states[0]['params'][module][name], leaf)
+  after = named_tensors.of_params(states[0]['params'])
+  for name, tensor in named_tensors.of_params(before).items():
+    np.testing.assert_array_equal(after[name].whole(), tensor.whole())
+  assert {name for name in after if name.endswith('_v')} == {
+    'layers.1.s5.b_v', 'layers.0.mlp.out_v', 'layers.1.mlp.out_v',
+  }  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
+from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
 from valkyrie.models.recurrence.gated import GatedRecurrence
@@ -16,6 +17,7 @@ from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.models.s5.layer import S5
 from valkyrie.models.sites import Sites, sites_of
+from valkyrie.weights import named_tensors
 
 C = 5
 every = functools.partial(Sites, components=(('.', C),))
@@ -158,6 +160,8 @@ def test_masks_of_one_site_alone_are_those_with_the_others_unrouted():
     ((('mlp/', True),), r"contains \('mlp/', True\)"),
     ((('(', 4),), 'Sites.components'),
     (('mlp/', 4), "contains 'mlp/'"),
+    ((('mlp/', 4, '3-1'),), "contains .*'3-1'"),
+    ((('mlp/', 4, '1,'),), "contains .*'1,'"),
   ],
 )
 def test_wrong_components_are_named(components, message):
@@ -176,3 +180,55 @@ def test_a_mask_of_another_shape_is_named(part):
   wrong = ones._replace(**{part: getattr(ones, part)[..., :1]})
   with pytest.raises(ConfigurationError, match=f'of {path} have the shapes .* need'):
     jax.eval_shape(reader(model), params, carry, batch, masks={path: wrong})
+
+
+def test_chosen_layers_have_components_and_only_what_lies_above_them_has_a_backward_pass():
+  """Of four layers: the MLP of the third one, and S5's B in all."""
+  entries = (('mlp/', C, '2'), ('s5/b', 2))
+  plain = tiny.model((tiny.s5,), layers=4)
+  model = tiny.model((tiny.s5,), layers=4, sites=functools.partial(Sites, entries))
+  whole, _ = tiny.init(plain, 2)
+  random, carry = tiny.init(model, 2)
+  of_target = named_tensors.of_params(whole)
+  params = {module: {**group} for module, group in random.items()}
+  for leaf in named_tensors.leaves(random):
+    known = [of_target[name].whole() for name in leaf.tensors if name in of_target]
+    if known:
+      params[leaf.module][leaf.name] = np.stack(known) if leaf.stacked else known[0]
+  names = named_tensors.names_of(model.parameters())
+  sites = sites_of(model.parameters())
+  assert {name for path in sites for name in names[path] if 'mlp' in name} == {
+    f'layers.2.mlp.{name}' for name in ('gate', 'hidden', 'out')
+  }
+  in_order = [names[path][layer] for path, layer in ordered(sites) if path.endswith('/b')]
+  assert in_order == [f'layers.{layer}.s5.b' for layer in range(4)]
+
+  batch = tiny.batch((9, 15))
+  expected, after = reader(plain)(whole, plain.initial_carry(2), batch, activations=('stream',))
+  read = reader(model)
+  found, carry_after = read(params, carry, batch, activations=('stream',))
+  np.testing.assert_array_equal(found.hidden, expected.hidden)
+  np.testing.assert_array_equal(found.activations['stream'], expected.activations['stream'])
+  stacks = [carry_after['model'][name] for name in ('carry', 'from_2_carry', 'from_3_carry')]
+  joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *stacks)
+  jax.tree.map(np.testing.assert_array_equal, joined, after['model']['carry'])
+
+  above = {path: m for path, m in masks_of(model, 2, 24, jnp.ones).items() if 'from_2' in path}
+
+  def loss(v):
+    site = {**params['model/from_2_layers/block_0/~/mlp'], 'out_v': v}
+    own = {**params, 'model/from_2_layers/block_0/~/mlp': site}
+    features, _ = model.read(own, carry, batch, masks=above)
+    return jnp.sum(features.hidden**2)
+
+  program = jax.make_jaxpr(jax.grad(loss))(params['model/from_2_layers/block_0/~/mlp']['out_v'])
+  loops = [equation.params for equation in program.eqns if equation.primitive.name == 'scan']
+  forwards = [loop['length'] for loop in loops if not loop['reverse']]
+  backwards = [loop['length'] for loop in loops if loop['reverse']]
+  assert (forwards, backwards) == ([2, 1, 1], [1, 1])
+
+
+def test_layers_that_a_model_lacks_are_named():
+  sites = functools.partial(Sites, (('mlp/', 4, '1,2-3'),))
+  with pytest.raises(ConfigurationError, match=r'layer 2 for .* layers 0 to 1'):
+    tiny.model(layers=2, sites=sites)

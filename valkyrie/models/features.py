@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from valkyrie.models.sites import Entry
 from valkyrie.types import Array, Carry, DType
 
 # What the mixers of a layer add to the residual stream, what its MLP adds, and the stream after it.
@@ -44,7 +45,7 @@ class Description(NamedTuple):
   exact_gradient: bool  # False if the insert passes on only a part of the gradient
   needs_whole_rows: tuple[str, ...]  # the kinds of parts that accept no pieces of time
   remat_policy: str | None  # what a layer saves for the backward pass
-  site_patterns: tuple[str, ...]  # regular expressions: the path of each site matches one
+  site_entries: tuple[Entry, ...]  # which matrices are sites
 
   @property
   def train_flops_per_token(self) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models import remat
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import stored_as
 from valkyrie.models.features import SITES, Description, Features, Insert
@@ -28,22 +29,12 @@ from valkyrie.models.model import Model, created
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.quantization import Quantization
 from valkyrie.models.sites import Sites
+from valkyrie.models.stacks import Stack, around_insert, by_layer, divided, within
 from valkyrie.models.tables import rows_of
 from valkyrie.sharding import layer_weights
 from valkyrie.sharding.partitioner import constrain
 from valkyrie.types import Array
 
-_SAVED = jax.checkpoint_policies.save_only_these_names  # names of `checkpoint_name`
-# A 'product' is the result of a `split_product`: its sum over devices is saved, instead of parts.
-_REMAT_POLICIES = {
-  'products': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SAVED('attention', 'product')
-  ),
-  'mlp': _SAVED('attention', 'mlp'),
-  'attention': _SAVED('attention'),
-  'weights': _SAVED('weights'),
-  'nothing': jax.checkpoint_policies.nothing_saveable,
-}
 _COMPUTE_DTYPES = ('float32', 'bfloat16', 'float64')  # float64 for tests, with jax_enable_x64
 _LANES = 128  # the width of a TPU's vector registers; the vocabulary is padded to a multiple
 
@@ -99,7 +90,7 @@ class LanguageModel(Module):
 
   def __post_init__(self):
     super().__post_init__()
-    check_choice('LanguageModel.remat_policy', self.remat_policy, (*_REMAT_POLICIES, None))
+    check_choice('LanguageModel.remat_policy', self.remat_policy, (*remat.POLICIES, None))
     check_choice('LanguageModel.compute_dtype', self.compute_dtype, _COMPUTE_DTYPES)
     layers = f'LanguageModel.layers={self.layers}'
     length = len(self.pattern)
@@ -118,10 +109,6 @@ class LanguageModel(Module):
         'LanguageModel.insert needs repeats below and above it. Double the layers.'
       )
     self.repeats = self.layers // length
-    self.upper_repeats = 0
-    if self.insert is not None:
-      self.upper_repeats = self.repeats // 2
-    self.lower_repeats = self.repeats - self.upper_repeats
     self.scale: float = self.d_model**0.5
     if self.embedding_scale is not None:
       self.scale = self.embedding_scale
@@ -141,6 +128,12 @@ class LanguageModel(Module):
     self._scope = gin.current_scope()  # of a reference such as @teacher/LanguageModel
     self._ngrams = _made(self.ngrams, name='ngrams')
     self._insert = _made(self.insert)
+    cuts = ()
+    if self._sites is not None:
+      cuts = self._sites.cuts(self.layers, length)
+    self._below, self._above = divided(self.repeats, cuts), []
+    if self.insert is not None:
+      self._below, self._above = around_insert(self.repeats)
 
   def __call__(
     self,
@@ -183,11 +176,8 @@ class LanguageModel(Module):
       x += shift.astype(x.dtype)
       embedded = x
 
-    layer = self._layer(where, activations)
-    if self.remat_policy is not None:
-      layer = hk.remat(layer, policy=_REMAT_POLICIES[self.remat_policy])
-    stack = functools.partial(self._stack, layer, fresh, masks)
-    x, values, seen = stack(x, 'layers', self.lower_repeats, 'carry')
+    through = functools.partial(self._through, where, activations, masks, fresh)
+    x, values, seen = through(self._below, x)
     auxiliary = None
     if self._insert is not None:
       name = self._insert.name
@@ -196,7 +186,7 @@ class LanguageModel(Module):
         added, carry, auxiliary = self._insert(x, _carried(name, fresh), **where)
         x += added
       hk.set_state(name, carry)
-      x, above, _ = stack(x, 'upper_layers', self.upper_repeats, 'upper_carry')
+      x, above, _ = through(self._above, x)
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
     return Features(hidden, unembedding, auxiliary, values or None, seen or None, embedded)
@@ -226,45 +216,53 @@ class LanguageModel(Module):
     hk.set_state('ngrams', tail)
     return x + self.scale * added
 
-  def _layer(self, where, activations) -> Callable:
+  @hk.transparent
+  def _through(self, where, activations, masks, fresh, stacks, x):
+    """Stacks: x -> (x, values by kind [layers, ...], inputs of sites); advances their carries."""
+    values = []
+    seen = {}
+    for stack in stacks:
+      layer = self._layer(where, activations, stack)
+      if self.remat_policy is not None:
+        layer = hk.remat(layer, policy=remat.POLICIES[self.remat_policy])
+      of_stack = within(f'{self.module_name}/{stack.name}/', masks)
+      before = _carried(stack.memory, fresh)
+      x, (carry, found, inputs) = stack.loop(layer, self.unroll)(x, before, of_stack)
+      hk.set_state(stack.memory, carry)
+      values.append(found)
+      seen |= inputs
+    return x, by_layer(values), seen
+
+  def _layer(self, where, activations, stack: Stack) -> Callable:
     """One repeat: (x, carry, masks) -> (x, (carry, the values by kind, the inputs of sites))."""
-    prefix = f'{self.module_name}/layers/'  # Haiku names the modules of a stack relative to it
+    prefix = f'{self.module_name}/{stack.name}/'  # Haiku names modules of a stack relative to it
+    first_layer = stack.first * len(self.pattern)
 
     def layer(x, carry, masks):
       values = {kind: [] for kind in activations if kind != SITES}
       seen = {}
-      sites = contextlib.nullcontext()
-      if self._sites is not None:
-        sites = hk.custom_getter(self._sites.getter(prefix, masks, seen))
       after = []
-      with sites:
-        for block, before in zip(self.blocks(), carry, strict=True):
+      for number, (block, before) in enumerate(zip(self.blocks(), carry, strict=True), first_layer):
+        with self._sites_of(number, prefix, masks, seen):
           x, block_carry = block(x, before, found=values, **where)
-          after.append(block_carry)
+        after.append(block_carry)
       if SITES not in activations:
         seen = {}
       return constrain(x, 'batch', 'time', 'activation'), (tuple(after), values, seen)
 
     return layer
 
-  @hk.transparent
-  def _stack(self, layer, fresh, masks, x, name, repeats, memory):
-    """Repeats of the pattern: x -> (x, values by kind, inputs of sites); advances `memory`."""
-    layers = hk.layer_stack(repeats, with_per_layer_inputs=True, unroll=self.unroll, name=name)
-    x, (carry, values, seen) = layers(layer)(x, _carried(memory, fresh), masks)
-    hk.set_state(memory, carry)
-    by_layer = {}
-    for kind, of_blocks in values.items():
-      # [repeats, ...] of each block of the pattern -> [layers, ...]
-      stacked = jnp.stack(of_blocks, axis=1)
-      by_layer[kind] = stacked.reshape(-1, *stacked.shape[2:])
-    return x, by_layer, seen
+  def _sites_of(self, layer, prefix, masks, seen) -> contextlib.AbstractContextManager:
+    """A context in which matrices of a layer, or of its equals, become sites."""
+    if self._sites is None:
+      return contextlib.nullcontext()
+    return hk.custom_getter(self._sites.getter(layer, prefix, masks, seen))
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
     """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
 
-    'carry' is a tuple over the pattern. With an insert, whose carry has its name, it belongs to the
-    layers below, and 'upper_carry' to those above. 'ngrams' are the last tokens.
+    'carry' is a tuple over the pattern, and so is the carry of each other stack, see `stacks`. An
+    insert's carry has its name. 'ngrams' are the last tokens.
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -273,12 +271,11 @@ class LanguageModel(Module):
     def repeated(times):
       return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (times, *leaf.shape)), carries)
 
-    fresh = {'carry': repeated(self.lower_repeats)}
+    fresh = {stack.memory: repeated(stack.repeats) for stack in (*self._below, *self._above)}
     if self._ngrams is not None:
       fresh['ngrams'] = self._ngrams.initial_carry(batch_size)
     insert = self._insert
     if insert is not None:
-      fresh['upper_carry'] = repeated(self.upper_repeats)
       fresh[insert.name] = insert.initial_carry(batch_size, self.d_model, self.compute_dtype)
     return fresh
 
@@ -301,9 +298,9 @@ class LanguageModel(Module):
     flops = self.repeats * layer_flops
     flops += sum(part.forward_flops(self.d_model) for part in beside)
     flops += 2 * self.d_model * self.vocabulary_size
-    site_patterns = []
+    site_entries = ()
     if self._sites is not None:
-      site_patterns = [pattern for pattern, _ in self._sites.components]
+      site_entries = self._sites.entries
     return Description(
       vocabulary_size=self.vocabulary_size,
       width=self.d_model,
@@ -319,7 +316,7 @@ class LanguageModel(Module):
       exact_gradient=exact_gradient,
       needs_whole_rows=tuple(dict.fromkeys(kind.__name__ for kind in whole)),
       remat_policy=self.remat_policy,
-      site_patterns=tuple(site_patterns),
+      site_entries=site_entries,
     )
 
   @hk.transparent

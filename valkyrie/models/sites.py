@@ -10,6 +10,8 @@ V [d_in, C] and U [C, d_out]. Without masks it computes x W, bit for bit. With m
 
 from collections.abc import Callable, Container, Mapping, Sequence
 import dataclasses
+import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -22,10 +24,12 @@ from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Declared, Parameters
 from valkyrie.models.layers import parameter
 from valkyrie.models.matrices import Decomposed, Masks, component_axis
+from valkyrie.models.stacks import place_of
 from valkyrie.types import Array, Params
 
 V = '_v'  # the ends of the names of the factors
 U = '_u'
+_LAYERS = re.compile(r'\d+(-\d+)?(,\d+(-\d+)?)*')
 
 
 @gin.configurable
@@ -34,27 +38,52 @@ class Sites:
   """The sites of a model, and the number of components of each.
 
   Attributes:
-    components: (pattern, C): a matrix has the C of the first regular expression that is found in
-      its path, as in model_info.txt; others are no sites.
+    components: (pattern, C) or (pattern, C, layers): a matrix has the C of the first entry whose
+      regular expression is found in its path, as in model_info.txt, and whose layers it is in, such
+      as '18' or '0,20-31'; others are no sites. Without layers, an entry is for all of them.
   """
 
-  components: Sequence[tuple[str, int]]
+  components: Sequence[tuple[str, int] | tuple[str, int, str]]
 
   def __post_init__(self):
     for entry in self.components:
-      match entry:
-        case (pattern, int(count)) if count > 0 and count is not True:
-          regular_expression('Sites.components', pattern)
-        case _:
-          raise ConfigurationError(
-            f'Sites.components contains {entry!r}. Use pairs of a regular expression and a number '
-            "of components of at least 1, such as (('mlp/', 64),)."
-          )
+      _checked(entry)
 
-  def getter(self, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]) -> Callable:
+  @functools.cached_property
+  def entries(self) -> tuple['Entry', ...]:
+    """The entries of `components`."""
+    return tuple(_checked(entry) for entry in self.components)
+
+  def cuts(self, layers: int, period: int) -> list[int]:
+    """The repeats of a pattern of `period` blocks whose layers are sites where those below are not.
+
+    Raises a ConfigurationError if an entry names a layer that the model lacks.
+    """
+    for entry in self.entries:
+      outside = [layer for layer in entry.layers or () if layer >= layers]
+      if outside:
+        raise ConfigurationError(
+          f'Sites.components names layer {outside[0]} for {entry.pattern!r}, but the model has the '
+          f'layers 0 to {layers - 1}. Name some of these.'
+        )
+
+    def entries_of(repeat):
+      of_repeat = range(repeat * period, (repeat + 1) * period)
+      return [[entry.has(layer) for entry in self.entries] for layer in of_repeat]
+
+    repeats = range(1, layers // period)
+    return [repeat for repeat in repeats if entries_of(repeat) != entries_of(repeat - 1)]
+
+  def getter(
+    self, layer: int, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]
+  ) -> Callable:
     """A Haiku getter of the sites among the matrices; `inputs` gets what they multiply.
 
-    Paths begin with `prefix`.
+    Args:
+      layer: the number of the layer, or of the first one of a stack of equal layers.
+      prefix: the beginning of the paths in this stack.
+      masks: masks by path, of this layer.
+      inputs: gets what each site multiplies, by path.
     """
 
     def get(following, whole: Array, context: hk.GetterContext) -> Any:
@@ -63,9 +92,10 @@ class Sites:
       path = prefix + context.full_name
       if not isinstance(declared, Declared) or declared.matrix is None:
         return whole
-      count = self._components_of(path)
-      if count is None:
+      entry = entry_of(self.entries, path, layer)
+      if entry is None:
         return whole
+      count = entry.count
       matrix = jax.eval_shape(declared.matrix, whole)
       d_in, d_out = matrix.shape
       axis_in, axis_out = declared.axes if whole.ndim == 2 else (None, None)
@@ -93,12 +123,51 @@ class Sites:
 
     return get
 
-  def _components_of(self, path: str) -> int | None:
-    """The number of components of the matrix with this path; None if it is not a site."""
-    for pattern, count in self.components:
-      if re.search(pattern, path):
-        return count
-    return None
+
+class Entry(NamedTuple):
+  """An entry of `Sites.components`; `layers` is None for all."""
+
+  pattern: str
+  count: int
+  layers: frozenset[int] | None
+
+  def has(self, layer: int) -> bool:
+    """Whether the entry is for this layer."""
+    return self.layers is None or layer in self.layers
+
+
+def entry_of(entries: Sequence[Entry], path: str, layer: int) -> Entry | None:
+  """The entry that makes the matrix with this path in this layer a site; None if none does."""
+  for entry in entries:
+    if entry.has(layer) and re.search(entry.pattern, path):
+      return entry
+  return None
+
+
+def _checked(entry: Any) -> Entry:
+  """An entry of `Sites.components`; raises a ConfigurationError if it has another form."""
+  match entry:
+    case (str(pattern), int(count), *layers) if count > 0 and count is not True:
+      regular_expression('Sites.components', pattern)
+      match layers:
+        case []:
+          return Entry(pattern, count, None)
+        case [str(text)] if _LAYERS.fullmatch(text) and all(map(len, _ranges(text))):
+          return Entry(pattern, count, frozenset(itertools.chain(*_ranges(text))))
+  raise ConfigurationError(
+    f'Sites.components contains {entry!r}. Use pairs of a regular expression and a number of '
+    "components of at least 1, such as ('mlp/', 64), or triples with the layers, such as ('mlp/', "
+    "64, '18') or ('mlp/', 64, '0,20-31')."
+  )
+
+
+def _ranges(layers: str) -> list[range]:
+  """The numbers of layers in a text such as '0,20-31'."""
+  ranges = []
+  for part in layers.split(','):
+    first, _, last = part.partition('-')
+    ranges.append(range(int(first), int(last or first) + 1))
+  return ranges
 
 
 def _check_masks(path: str, masks: Masks, tokens: tuple[int, ...], count: int) -> None:
@@ -119,10 +188,14 @@ def is_factor(name: str, names: Container[str]) -> bool:
 
 
 class Site(NamedTuple):
-  """A stacked site: its module and name, its layers L, and the shapes of its matrix and factors."""
+  """A stacked site: its module and name, its layers L, and the shapes of its matrix and factors.
+
+  first: the number of its first repeat of the pattern.
+  """
 
   module: str
   name: str
+  first: int
   layers: int
   d_in: int
   d_out: int
@@ -155,5 +228,7 @@ def sites_of(parameters: Parameters) -> dict[str, Site]:
       layers, d_in, components = v.shape
       d_out = u.shape[-1]
       path = f'{module}/{name}'
-      sites[path] = Site(module, name, layers, d_in, d_out, components, matrix)
+      place = place_of(module)
+      first = place.first if place is not None else 0
+      sites[path] = Site(module, name, first, layers, d_in, d_out, components, matrix)
   return sites

@@ -21,12 +21,12 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.declarations import Parameter
 from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
+from valkyrie.models.stacks import place_of
 from valkyrie.types import Params
 from valkyrie.weights.tensor_files import Tensor, name_of_dtype
 
 FORMAT = 'valkyrie'  # in the config.json of an export
 TABLES = ('embedding', 'unembedding')  # one row for each token
-_STACKED = re.compile(r'model/(upper_)?layers/block_(\d+)(/.*)?')
 _ATTENTION = re.compile(r'\b(full|longformer)_attention\b')
 
 
@@ -44,19 +44,6 @@ class Leaf(NamedTuple):
   stacked: bool
 
 
-class _Stack(NamedTuple):
-  """The place of a stack of layers in Haiku's params.
-
-  is_upper: whether it is in the upper part of the layers.
-  block: the number of its block in the pattern.
-  module: the path of the module inside the block.
-  """
-
-  is_upper: bool
-  block: int
-  module: str
-
-
 def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   """The arrays of a model; `params` has the arrays or their shapes by Haiku's names.
 
@@ -65,7 +52,7 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   blocks = 1  # of the pattern
   lower_repeats = 0  # of the pattern, in the layers below the upper part
   for module, group in params.items():
-    stack = _stack(module)
+    stack = place_of(module)
     if stack is not None:
       blocks = max(blocks, stack.block + 1)
       if not stack.is_upper:
@@ -76,29 +63,20 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   for module, group in params.items():
     if not is_of_model(module):
       continue
-    stack = _stack(module)
+    stack = place_of(module)
     for name, array in group.items():
       if stack is None:
         plain_name = _plain(module.removeprefix('model').strip('/'), name)
         found.append(Leaf(module, name, array.shape, (plain_name,), False))
         continue
       plain_name = _plain(stack.module, name)
-      first_repeat = lower_repeats if stack.is_upper else 0
+      first_repeat = lower_repeats if stack.is_upper else stack.first
       tensors = []
       for repeat in range(array.shape[0]):
         layer = blocks * (first_repeat + repeat) + stack.block
         tensors.append(f'layers.{layer}.{plain_name}')
       found.append(Leaf(module, name, array.shape, tuple(tensors), True))
   return found
-
-
-def _stack(module: str) -> _Stack | None:
-  """The stack that a module belongs to; None for modules outside of stacks."""
-  match = _STACKED.fullmatch(module)
-  if match is None or not is_of_model(module):
-    return None
-  inside = (match[3] or '').removeprefix('/~').strip('/')
-  return _Stack(bool(match[1]), int(match[2]), inside)
 
 
 def _plain(module: str, name: str) -> str:

@@ -175,8 +175,8 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
   """The sites (path, layer) from the first layer to the last, and by path."""
   by_layer = []
   for path, site in sites.items():
-    by_layer += [(layer, path) for layer in range(site.layers)]
-  return [(path, layer) for layer, path in sorted(by_layer)]
+    by_layer += [(site.first + layer, path, layer) for layer in range(site.layers)]
+  return [(path, layer) for _, path, layer in sorted(by_layer)]
 
 
 def masked(chunk: Chunk, given: Mapping[str, Masks], carry: Carry) -> tuple[Features, Carry]:

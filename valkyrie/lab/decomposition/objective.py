@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import re
 from typing import ClassVar
 
 import gin
@@ -52,13 +51,14 @@ from valkyrie.lab.decomposition.importance import Importance, PerComponent
 from valkyrie.lab.decomposition.masks import Stochastic
 from valkyrie.models.features import SITES
 from valkyrie.models.model import Model
-from valkyrie.models.sites import sites_of
+from valkyrie.models.sites import Entry, entry_of, sites_of
 from valkyrie.training import rounding
 from valkyrie.training.gradient_term import GradientTerm, OnePass, StepGradient
 from valkyrie.training.objective import Chunk, Part, Start, Terms
 from valkyrie.training.optimizers import Group
 from valkyrie.training.tbptt import Learns, learned_and_frozen
 from valkyrie.types import Array, Batch, Params
+from valkyrie.weights.named_tensors import names_of
 
 
 @gin.configurable
@@ -131,12 +131,13 @@ class Decomposition(GradientTerm):
         "LanguageModel.sites = @Sites, and Sites.components = (('PATTERN', C),) with a regular "
         'expression for paths in model_info.txt and the number of components of such a matrix.'
       )
-    for pattern in model.about.site_patterns:
-      if not any(re.search(pattern, path) for path in sites):
+    used = _used_entries(model)
+    for entry in model.about.site_entries:
+      if entry not in used:
         raise ConfigurationError(
-          f'Sites.components has the pattern {pattern!r}, but no path of a matrix contains it, or '
-          'earlier patterns match all such paths. Correct the pattern, or remove it; '
-          'model_info.txt has the paths.'
+          f'Sites.components has the pattern {entry.pattern!r}, but no path of a matrix in its '
+          'layers contains it, or earlier patterns match all such paths. Correct the pattern, or '
+          'remove it; model_info.txt has the paths.'
         )
 
     def passes(carry):
@@ -310,3 +311,15 @@ class Decomposition(GradientTerm):
       total += penalty / chunk.total
     sums['alive_per_token'] = read.alive()
     return Part(total, sums, read.after._replace(passes=passes))
+
+
+def _used_entries(model: Model) -> set[Entry | None]:
+  """The entries of `Sites.components` that make matrices of a model sites."""
+  parameters = model.parameters()
+  names = names_of(parameters)
+  used = set()
+  for path in sites_of(parameters):
+    for name in names[path]:
+      _, layer, _ = name.split('.', 2)
+      used.add(entry_of(model.about.site_entries, path, int(layer)))
+  return used
