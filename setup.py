@@ -52,6 +52,7 @@ setup(
     'pyarrow>=18',
     'pyyaml>=6',  # the heads of dataset cards
     'safetensors>=0.6',
+    'scipy>=1.13',
     'sentencepiece>=0.2',
     'seqio>=0.0.20',
     'tensorboard>=2.20',  # clu.metric_writers imports it without declaring it

@@ -461,7 +461,7 @@ def test_effects_sum_to_the_derivative_by_a_factor_on_all_that_is_read(ngrams):
     loaded = built_in_float64('hybrid', ngrams=ngrams, tied=False)
     parts = text(29), text(6, 1), text(5, 2)
     found = loaded.attribution(*parts)
-    (tokens,) = loaded._rows.tokens([''.join(parts)], None)
+    (tokens,) = loaded.text_rows.tokens([''.join(parts)], None)
     answer = len(parts[2])
 
     def log_odds(factor):

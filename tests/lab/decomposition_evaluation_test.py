@@ -35,6 +35,7 @@ from valkyrie.lab.decomposition.page import (
   page,
   pieces,
 )  # fmt: skip
+from valkyrie.lab.decomposition.split import SplitReader
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Sites, sites_of
@@ -280,7 +281,7 @@ def test_a_harvest_has_the_most_important_windows_and_the_telling_tokens(tmp_pat
   device = Partitioner((('data', 1),), (), (), manual=True)
   measure = Evaluator(target(), device, feed(tmp_path), ROWS, 64, terms=(scores(),))
   measure.open()
-  sites = harvest(measure, scores(), params, shown=2, windows=3)
+  sites = harvest(SplitReader(measure, scores(), params), shown=2, windows=3)
   (source,) = measure.sources.values()
   batch = source.read(0, source.row_tokens)
   features, _ = read(batch, activations=(SITES,))
@@ -387,7 +388,11 @@ def test_a_run_is_evaluated_shown_and_exported(tmp_path, capsys):
   )
   assert 'components/active/layers.0.s5.b' in metrics
   assert 'components/kl/adversarial' not in metrics  # nothing is attacked
-  assert 'components_1.html: ' in start('--run_mode=components')
+  said = start('--run_mode=components')
+  assert 'components_1.html: ' in said and 'clusters_1.json: ' in said
+  clusters = json.loads((run / 'clusters_1.json').read_text())
+  members = [m for cluster in clusters['clusters'] for m in cluster['members']]
+  assert {m['site'] for m in members + clusters['alone']} <= {'layers.0.mlp.out', 'layers.0.s5.b'}
   shown = (run / 'components_1.html').read_text()
   assert 'layers.0.s5.b' in shown and 'active at' in shown
 

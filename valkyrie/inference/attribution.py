@@ -4,14 +4,10 @@ The gradient is by what the first layer reads of a token: its embedding and, in 
 n-grams, those that end with it.
 
 The log-odds of a token are log p / (1 - p): their gradient points where the gradient of log p does,
-and does not vanish where the model is certain. It is exact through all chunks: read forwards, they
-leave the carry before each segment of about sqrt(n) of n chunks. Backwards, a segment is read
-again, then each of its chunks, whose carry passes its gradient to the chunk before it, as in
-`tbptt`.
+and does not vanish where the model is certain. It is exact through all chunks, see `segments`.
 """
 
 from collections.abc import Sequence
-import math
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -22,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import Vocabulary
+from valkyrie.inference import segments
 from valkyrie.inference.reader import Reader, TextCarry, check_finite, predicting_hidden
 from valkyrie.models.precision import wide
 from valkyrie.monitoring import pictures
@@ -119,30 +116,26 @@ class Attributor:
     chunks = self._chunks(tokens, answer)
     size = self._reader.chunk_size
     first = since // size
-    per_segment = math.isqrt(len(chunks) - first)
-    segment_carries: dict[int, TextCarry] = {}  # by the number of the first chunk of each segment
     log_probs = []
-    carry = self._reader.fresh(1)
-    for number, chunk in enumerate(chunks):
-      if number >= first and (number - first) % per_segment == 0:
-        segment_carries[number] = carry
+
+    def noted(carry, chunk):
       (_, log_prob, _), carry = self._forwards(params, carry, chunk, answer)
       log_probs.append(log_prob)
+      return carry
 
-    last_floats, _ = floats_of(carry)
+    def again(carry, chunk):
+      _, carry = self._forwards(params, carry, chunk, answer)
+      return carry
+
+    read = segments.read(noted, self._reader.fresh(1), chunks, first)
+    last_floats, _ = floats_of(read.last)
     gradient = [jnp.zeros_like(leaf) for leaf in last_floats]
     parts: list[np.ndarray] = []  # effects and strengths of the chunks, the last one first
-    for begin, segment_carry in reversed(segment_carries.items()):
-      segment = chunks[begin : begin + per_segment]
-      carries = [segment_carry]  # before each chunk of the segment
-      for chunk in segment[:-1]:
-        _, carry = self._forwards(params, carries[-1], chunk, answer)
-        carries.append(carry)
-      for carry, chunk in zip(reversed(carries), reversed(segment), strict=True):
-        gradient, effects = self._backwards(params, carry, chunk, answer, gradient)
-        length = chunk.lengths[0]
-        row_effects = np.asarray(effects)[:, 0]
-        parts.append(row_effects[:, :length])
+    for carry, chunk in segments.reversed_chunks(again, read):
+      gradient, effects = self._backwards(params, carry, chunk, answer, gradient)
+      length = chunk.lengths[0]
+      row_effects = np.asarray(effects)[:, 0]
+      parts.append(row_effects[:, :length])
     only_read = np.zeros((2, first * size), np.float32)
     parts.append(only_read)
     parts.reverse()

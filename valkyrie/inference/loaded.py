@@ -65,7 +65,8 @@ class LoadedModel:
     self._attributor = Attributor(self._reader)
 
   @property
-  def _rows(self) -> TextRows:
+  def text_rows(self) -> TextRows:
+    """What makes rows of tokens of texts, with the reader of this model."""
     return TextRows(self.model, self.tokenizer, self._reader)  # which a user may have replaced
 
   progress = property(
@@ -95,9 +96,9 @@ class LoadedModel:
         change in its middle, does the same, and only what follows the nearest carry that both share
         is read. The result is the same, bit for bit.
     """
-    rows = self._rows.tokens(texts, carry)
+    rows = self.text_rows.tokens(texts, carry)
     if keep is None:
-      return self._reader.read(self.params, self._rows.begun(carry, len(rows)), rows, cut)
+      return self._reader.read(self.params, self.text_rows.begun(carry, len(rows)), rows, cut)
     if not isinstance(keep, Document):
       check_choice('keep', keep, ('log',))
     if carry is not None or cut is not None or len(rows) != 1:
@@ -113,7 +114,7 @@ class LoadedModel:
 
     Raises an IndexError if the carry has no such row.
     """
-    return self._rows.chosen(carry, numbers)
+    return self.text_rows.chosen(carry, numbers)
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
     """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
@@ -146,7 +147,7 @@ class LoadedModel:
         has another number of rows; or a number is out of range.
     """
     return scoring.of_each(
-      *(self._rows, self._reader.score, self._params_or(params), texts, carry, batch_size)
+      *(self.text_rows, self._reader.score, self._params_or(params), texts, carry, batch_size)
     )
 
   def embed(
@@ -157,7 +158,7 @@ class LoadedModel:
     Features are what the unembedding reads. Errors: see `score`, and UsageError for an empty text.
     """
     vectors = scoring.of_each(
-      *(self._rows, self._reader.embed, self.params, texts, carry, batch_size)
+      *(self.text_rows, self._reader.embed, self.params, texts, carry, batch_size)
     )
     return np.array(vectors, np.float32).reshape(-1, self.model.about.width)
 
@@ -169,7 +170,7 @@ class LoadedModel:
     A pure function of `params`, for gradients; padding of the vocabulary is left out. See `score`
     for the arguments and errors, but what is not finite is returned as it is.
     """
-    return scoring.logits(self._rows, self._params_or(params), text, carry)
+    return scoring.logits(self.text_rows, self._params_or(params), text, carry)
 
   def activations(
     self, text: Text, kinds: Sequence[str] = ('stream',), carry: AnyCarry | None = None
@@ -183,7 +184,7 @@ class LoadedModel:
       ConfigurationError: a kind is unknown, or the text is longer than the model can read.
       UsageError: the text is empty.
     """
-    return scoring.activations(self._rows, self.params, text, kinds, carry)
+    return scoring.activations(self.text_rows, self.params, text, kinds, carry)
 
   def attribution(
     self, document: Text | Document, question: Text, answer: Text, *, since: int = 0
@@ -208,8 +209,8 @@ class LoadedModel:
       )
     if isinstance(document, Document):
       document = document.tokens
-    (begun,) = self._rows.tokens([document], None)
-    more = [self._rows.tokens_of(text, begins=False) for text in (question, answer)]
+    (begun,) = self.text_rows.tokens([document], None)
+    more = [self.text_rows.tokens_of(text, begins=False) for text in (question, answer)]
     tokens = np.concatenate([begun, *more])
     if not len(more[-1]) or not 0 <= since < len(tokens):
       raise UsageError(
@@ -261,7 +262,7 @@ class LoadedModel:
       prompts = template.prompt(messages, 'messages')
       stop = template.stops(stop)
     return continuing.generate(
-      *(self._rows, self.params, prompts, carry),
+      *(self.text_rows, self.params, prompts, carry),
       samples=samples,
       stop=stop,
       first=first,
@@ -283,7 +284,7 @@ class LoadedModel:
   ) -> Iterator[str]:
     """Yields the first sample of `generate` piece by piece while it is generated."""
     return continuing.stream(
-      *(self._rows, self.params, prompt, carry),
+      *(self.text_rows, self.params, prompt, carry),
       stop=stop,
       max_tokens=max_tokens,
       seed=seed,

@@ -90,13 +90,31 @@ def load(
     ConfigurationError: there is no such run or step, or its configuration cannot be loaded.
     StorageError: the files cannot be read.
   """
+  directory, configuration = configured(model_dir, bindings, allow_import)
+  return load_configured(directory, step, configuration)
+
+
+def configured(
+  model_dir: str | os.PathLike, bindings: Sequence[str], allow_import: Sequence[str]
+) -> tuple[str | os.PathLike, Configuration]:
+  """The directory of a run, and its configuration; see `load` for the arguments and errors."""
   directory = opened(model_dir)
   flags = [f'--gin.{binding}' for binding in bindings]
   modules = CONFIGURABLE_MODULES
   configuration = Configuration(
     lambda: load_gin([], flags, run=directory, allowed_imports=allow_import, modules=modules)
   )
+  return directory, configuration
+
+
+def load_configured(
+  directory: str | os.PathLike,
+  step: str | int,
+  configuration: Configuration,
+  **options: bool,
+) -> LoadedModel:
+  """Opens a run with a configuration of its own; see `load`, and `open_run` for the options."""
   with configuration.installed():
     check_call(open_run, 'model_dir', 'step', 'configuration')
     open_it: Callable[..., LoadedModel] = open_run  # gin gives the other arguments
-    return open_it(directory, str(step), configuration)
+    return open_it(directory, str(step), configuration, **options)

@@ -1,6 +1,6 @@
 """Rows of tokens, read in chunks by a trained model: their scores, and the tokens after them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from valkyrie.errors import ConfigurationError, Diverged, UsageError, check_choi
 from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
 from valkyrie.models.features import Features
+from valkyrie.models.matrices import Masks
 from valkyrie.models.model import Model
 from valkyrie.training.losses import logits, token_scores
 from valkyrie.types import Array, Carry, Params, position_of
@@ -65,6 +66,15 @@ def predicting_hidden(carry: TextCarry, features: Features) -> Array:
   last_of_carry = carry.hidden[:, None]
   but_last = features.hidden[:, :-1]
   return jnp.concatenate([last_of_carry, but_last], axis=1)
+
+
+def places(carry: TextCarry, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+  """The positions and the segments, see `types.Batch`, of a chunk's first `lengths` tokens."""
+  index = jnp.arange(tokens.shape[1])[None]
+  is_real = index < lengths[:, None]
+  distances = carry.position[:, None] + index
+  positions = jnp.where(is_real, position_of(distances), 0)
+  return positions, is_real.astype(jnp.int32)
 
 
 class Reader:
@@ -253,13 +263,10 @@ class Reader:
     lengths: Array,
     activations: Sequence[str] = (),
     shift: Array | None = None,
+    masks: Mapping[str, Masks] | None = None,
   ) -> tuple[Features, TextCarry]:
     """Reads a chunk; `shift` is added to the input of the first layer, see `LanguageModel`."""
-    index = jnp.arange(tokens.shape[1])[None]
-    is_real = index < lengths[:, None]
-    distances = carry.position[:, None] + index
-    positions = jnp.where(is_real, position_of(distances), 0)
-    segment_ids = is_real.astype(jnp.int32)
+    positions, segment_ids = places(carry, tokens, lengths)
     features, model_carry = self.model.apply(
       params,
       carry.carry,
@@ -268,6 +275,7 @@ class Reader:
       segment_ids,
       activations=activations,
       shift=shift,
+      masks=masks,
     )
     last = jnp.maximum(lengths - 1, 0)
     last_hidden = jnp.take_along_axis(features.hidden, last[:, None, None], axis=1)

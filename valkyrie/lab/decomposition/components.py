@@ -1,6 +1,7 @@
 """The run mode `components`: where each component of a decomposition is important, on one page.
 
     model_dir/components_STEP.html
+    model_dir/clusters_STEP.json        see `clusters`
 
 The validation split is read twice. The first pass counts how often each component is active. The
 second pass keeps, for the most frequent components, the windows with the largest importances, and
@@ -8,8 +9,9 @@ counts their tokens. Memory grows with the components that are shown, not with t
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import heapq
+import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -20,19 +22,20 @@ import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.ranges import PositiveInt, checked
-from valkyrie.data.read_ahead import prefetch
-from valkyrie.errors import ConfigurationError
-from valkyrie.lab.decomposition.evaluation import ALIVE, ComponentScores
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
+from valkyrie.lab.decomposition.clusters import as_json
+from valkyrie.lab.decomposition.clusters import clustered as find_clusters
+from valkyrie.lab.decomposition.evaluation import ALIVE
+from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window, page
+from valkyrie.lab.decomposition.split import SplitChunk, SplitReader, component_scores
 from valkyrie.models import language_model
-from valkyrie.models.features import SITES
+from valkyrie.models.sites import sites_of
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
-from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
-from valkyrie.types import Array, Batch, Params
+from valkyrie.types import Batch
 from valkyrie.weights.changed import changed_bindings
 from valkyrie.weights.named_tensors import names_of
 from valkyrie.weights.restored import restored_params
@@ -55,8 +58,9 @@ def components(
   step: str = LATEST,
   shown: PositiveInt = 20,
   windows: PositiveInt = 6,
+  clustered: NonNegativeInt = 1000,
 ) -> None:
-  """Writes a page about the components of a run's checkpoint, on one device.
+  """Writes a page about the components of a run's checkpoint, and clusters, on one device.
 
   Args:
     model_dir: the directory of the run.
@@ -65,58 +69,42 @@ def components(
     step: the checkpoint, see `weights.restored`.
     shown: components of each site, the most frequent ones that are alive.
     windows: texts of each component.
+    clustered: components that are clustered by their activity, the most frequent ones; 0 for none.
 
   Raises:
     ConfigurationError: there is no such step, or the run decomposes nothing.
   """
   step_settings = settings()
-  scores = _component_scores(step_settings)
+  scores = component_scores(step_settings)
   layout = Partitioner((('data', 1),), (), (), manual=True)
   model = language_model.transform(step_settings.model)
   evaluation = evaluator(model, layout, terms=(scores,))
   vocabulary = evaluation.vocabulary
   params, steps = restored_params(evaluation.model, layout, model_dir, vocabulary, step)
   evaluation.open()
-  sites = harvest(evaluation, scores, params, shown=shown, windows=windows)
-  numbers = [str(number) for number in steps]
+  reader = SplitReader(evaluation, scores, params)
+  sites = harvest(reader, shown=shown, windows=windows)
+  numbers = '_'.join(str(number) for number in steps)
+  if clustered:
+    clusters = find_clusters(reader.importances, scores.threshold, most=clustered)
+    path = pathlib.Path(model_dir, f'clusters_{numbers}.json')
+    whole_file.write(path, json.dumps(as_json(clusters), indent=1) + '\n')
+    print(f'{path}: {len(clusters.clusters):,} clusters of components that are active together')
   run_name = pathlib.Path(model_dir).resolve().name
-  title = [f'{run_name}, step {", ".join(numbers)}']
+  title = [f'{run_name}, step {numbers.replace("_", ", ")}']
   for line in changed_bindings(model_dir, step, _SHOWN_PARTS):
     print(f'changed since the checkpoint: {line}')
     title.append(line)
   text = page('; '.join(title), sites, vocabulary.decode)
-  path = pathlib.Path(model_dir, f'components_{"_".join(numbers)}.html')
+  path = pathlib.Path(model_dir, f'components_{numbers}.html')
   whole_file.write(path, text.encode(errors='replace'))
   count = sum(len(site.components) for site in sites)
   alive = sum(site.alive for site in sites)
   print(f'{path}: {count:,} of the {alive:,} components that are alive')
 
 
-def _component_scores(settings: StepSettings) -> ComponentScores:
-  """The evaluation of the decomposition; raises a ConfigurationError without one."""
-  for term in evaluations(terms_of(settings.objective)):
-    if isinstance(term, ComponentScores):
-      return term
-  raise ConfigurationError(
-    'StepSettings.objective decomposes nothing, so there are no components to show. Name the '
-    '--model_dir of a run with @Decomposition in StepSettings.objective.'
-  )
-
-
-class _Chunk(NamedTuple):
-  """A chunk, where it begins in its source, and its importances g [L, B, T, C] by path."""
-
-  source: str
-  position: int
-  batch: Batch
-  importances: Mapping[str, Array]
-
-
-def harvest(
-  evaluator: Evaluator, scores: ComponentScores, params: Params, *, shown: int, windows: int
-) -> list[ShownSite]:
+def harvest(reader: SplitReader, *, shown: int, windows: int) -> list[ShownSite]:
   """What the page shows of each site, from the first layer to the last."""
-  reader = _Reader(evaluator, scores, params)
   counts = _count(reader)
   # The most frequent components first, and those that are not alive last.
   order = {}
@@ -126,9 +114,9 @@ def harvest(
   numbers = {path: first[:, :shown] for path, first in order.items()}
   kept = _collect(reader, numbers, windows)
 
-  names = names_of(evaluator.model.parameters())
+  names = names_of(reader.model.parameters())
   sites = []
-  for path, layer in sorted(kept, key=lambda site: site[1]):
+  for path, layer in ordered(sites_of(reader.model.parameters())):
     mean = counts.means[path][layer]
     share = counts.shares[path][layer]
     alive = int((mean > ALIVE).sum())
@@ -150,38 +138,6 @@ def harvest(
   return sites
 
 
-class _Reader:
-  """Reads the split in chunks, with the importances of all components."""
-
-  def __init__(self, evaluator: Evaluator, scores: ComponentScores, params: Params):
-    self.scores = scores
-    self.eos = evaluator.vocabulary.eos_id
-    self.vocabulary_size = evaluator.model.about.vocabulary_size
-    self._evaluator = evaluator
-    self._params = params
-    self._read = jax.jit(self._read_chunk)
-
-  def chunks(self) -> Iterator[_Chunk]:
-    """All chunks of all sources, in order."""
-    model = self._evaluator.model
-    for source, feed in self._evaluator.sources.items():
-      spans = self._evaluator.spans(feed, whole=True)
-      initial = model.initial_carry(self._evaluator.batch_size)
-      carry: Any = ({'model': initial['model']}, initial[self.scores.name].importance)
-      for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
-        low, carry = self._read(carry, batch)
-        yield _Chunk(source, position, batch, low)
-
-  def _read_chunk(self, carry, batch):
-    model = self._evaluator.model
-    model_carry, importance_carry = carry
-    features, model_carry = model.read(self._params, model_carry, batch, activations=(SITES,))
-    low, importance_carry = self.scores.importances(
-      model, self._params, features, importance_carry, batch
-    )
-    return low, (model_carry, importance_carry)
-
-
 class _Counts(NamedTuple):
   """Counts over the split.
 
@@ -196,7 +152,7 @@ class _Counts(NamedTuple):
   outputs: np.ndarray
 
 
-def _count(reader: _Reader) -> _Counts:
+def _count(reader: SplitReader) -> _Counts:
   """The first pass over the split."""
   threshold = reader.scores.threshold
 
@@ -223,7 +179,7 @@ def _count(reader: _Reader) -> _Counts:
 
 
 def _collect(
-  reader: _Reader, numbers: Mapping[str, np.ndarray], windows: int
+  reader: SplitReader, numbers: Mapping[str, np.ndarray], windows: int
 ) -> dict[tuple[str, int], list['_Kept']]:
   """The second pass over the split: what is kept of the components `numbers` [L, M] by path."""
 
@@ -315,7 +271,7 @@ def _add_counts(kept: Sequence[_Kept], batch: Batch, active: np.ndarray, eos: in
 
 
 def _add_windows(
-  kept: Sequence[_Kept], chunk: _Chunk, g: np.ndarray, random: np.random.Generator
+  kept: Sequence[_Kept], chunk: SplitChunk, g: np.ndarray, random: np.random.Generator
 ) -> None:
   """Adds the windows of a chunk with large importances g [B, T, M] of these M components.
 

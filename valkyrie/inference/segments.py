@@ -1,0 +1,47 @@
+"""Chunks of a text from the last one to the first, with the carries of about 2 sqrt(n) of n chunks.
+
+Read forwards, n chunks leave the carry before each segment of about sqrt(n) of them. Backwards, a
+segment is read again, and then each of its chunks, whose carry passes its gradient to the chunk
+before it, as in `tbptt`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import math
+from typing import Any, NamedTuple
+
+Advance = Callable[[Any, Any], Any]  # (carry, chunk) -> the carry after the chunk
+
+
+class Segments(NamedTuple):
+  """The chunks of a text, and some carries.
+
+  size: chunks of a segment.
+  carries: the carry before each segment, by the number of its first chunk.
+  last: the carry after the text.
+  """
+
+  chunks: Sequence[Any]
+  size: int
+  carries: dict[int, Any]
+  last: Any
+
+
+def read(advance: Advance, carry: Any, chunks: Sequence[Any], first: int = 0) -> Segments:
+  """Reads chunks forwards from a carry; segments begin with chunk `first`."""
+  size = math.isqrt(len(chunks) - first)
+  carries = {}
+  for number, chunk in enumerate(chunks):
+    if number >= first and (number - first) % size == 0:
+      carries[number] = carry
+    carry = advance(carry, chunk)
+  return Segments(chunks, size, carries, carry)
+
+
+def reversed_chunks(advance: Advance, segments: Segments) -> Iterator[tuple[Any, Any]]:
+  """(the carry before a chunk, the chunk), from the last chunk to the first of the segments."""
+  for begin, carry in reversed(segments.carries.items()):
+    chunks = segments.chunks[begin : begin + segments.size]
+    carries = [carry]
+    for chunk in chunks[:-1]:
+      carries.append(advance(carries[-1], chunk))
+    yield from zip(reversed(carries), reversed(chunks), strict=True)

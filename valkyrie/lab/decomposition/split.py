@@ -1,0 +1,81 @@
+"""The validation split in chunks, with the importances of all components."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from valkyrie.data.read_ahead import prefetch
+from valkyrie.errors import ConfigurationError
+from valkyrie.lab.decomposition.evaluation import ComponentScores
+from valkyrie.models.features import SITES
+from valkyrie.run.evaluator import Evaluator
+from valkyrie.training.objective import evaluations, terms_of
+from valkyrie.training.setup import StepSettings
+from valkyrie.types import Array, Batch, Params
+from valkyrie.weights.named_tensors import names_of
+
+
+def component_scores(settings: StepSettings) -> ComponentScores:
+  """The evaluation of the decomposition; raises a ConfigurationError without one."""
+  for term in evaluations(terms_of(settings.objective)):
+    if isinstance(term, ComponentScores):
+      return term
+  raise ConfigurationError(
+    'StepSettings.objective decomposes nothing, so there are no components to show. Name the '
+    '--model_dir of a run with @Decomposition in StepSettings.objective.'
+  )
+
+
+class SplitChunk(NamedTuple):
+  """A chunk, where it begins in its source, and its importances g [L, B, T, C] by path."""
+
+  source: str
+  position: int
+  batch: Batch
+  importances: Mapping[str, Array]
+
+
+class SplitReader:
+  """Reads the split in chunks, with the importances of all components."""
+
+  def __init__(self, evaluator: Evaluator, scores: ComponentScores, params: Params):
+    self.scores = scores
+    self.model = evaluator.model
+    self.eos = evaluator.vocabulary.eos_id
+    self.vocabulary_size = evaluator.model.about.vocabulary_size
+    self._evaluator = evaluator
+    self._params = params
+    self._read = jax.jit(self._read_chunk)
+
+  def chunks(self) -> Iterator[SplitChunk]:
+    """All chunks of all sources, in order."""
+    model = self.model
+    for source, feed in self._evaluator.sources.items():
+      spans = self._evaluator.spans(feed, whole=True)
+      initial = model.initial_carry(self._evaluator.batch_size)
+      carry: Any = ({'model': initial['model']}, initial[self.scores.name].importance)
+      for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
+        low, carry = self._read(carry, batch)
+        yield SplitChunk(source, position, batch, low)
+
+  def _read_chunk(self, carry, batch):
+    model = self.model
+    model_carry, importance_carry = carry
+    features, model_carry = model.read(self._params, model_carry, batch, activations=(SITES,))
+    low, importance_carry = self.scores.importances(
+      model, self._params, features, importance_carry, batch
+    )
+    return low, (model_carry, importance_carry)
+
+  def importances(self) -> Iterator[dict[str, np.ndarray]]:
+    """{name of a site: g [N, C]} of the N tokens of each chunk that are no padding."""
+    names = names_of(self.model.parameters())
+    for chunk in self.chunks():
+      real = chunk.batch.segment_ids > 0
+      found = {}
+      for path, by_layer in jax.device_get(dict(chunk.importances)).items():
+        for name, g in zip(names[path], by_layer, strict=True):
+          found[name] = g[real]
+      yield found
