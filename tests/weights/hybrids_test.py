@@ -188,7 +188,7 @@ def test_a_tensor_that_is_not_known_is_named(tmp_path, name):
   for change in ({beyond: weights[last]}, {f'other.{last}': weights[last]}):
     folder = write(tmp_path / 'hf', config, weights | change)
     with pytest.raises(ConfigurationError, match=r'has 1 tensors that Valkyrie does not know') as e:
-      InitialWeights(str(folder)).check_source()
+      open_source(str(folder))
     assert next(iter(change)) in str(e.value)
 
 

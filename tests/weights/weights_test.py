@@ -536,7 +536,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
   with pytest.raises(ConfigurationError, match=r'has no .safetensors file and no checkpoints'):
     open_source(str(tmp_path / 'empty'))
   with pytest.raises(ConfigurationError, match='nothing are not there'):
-    InitialWeights(str(tmp_path / 'nothing')).check_source()
+    open_source(str(tmp_path / 'nothing'))
 
 
 def test_a_damaged_configuration_is_named(tmp_path, capsys):

@@ -360,8 +360,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self.wait()
     place = self._place_of_state()
     field = 'average' if 'average' in self._files.fields(place) else 'params'
-    if target is None:
+    if target is None and not lazily:
       return self._files.read_to_host(place, field)
+    if target is None:
+      target = self._files.shapes(place, field)
     read = self._files.arrays if lazily else self._files.read
     return read(place, {field: target}, partial=True)[field]
 

@@ -170,10 +170,15 @@ class StateFiles:
       stored = dict(self._handler.metadata(path).tree)
       return {name for name in stored if jax.tree.leaves(stored[name])}
 
+  def shapes(self, place: pathlib.Path, field: str) -> Any:
+    """The shapes and dtypes of a field of a state of any model."""
+    with _readable(place) as path:
+      return _shapes(self._handler.metadata(path).tree[field])
+
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state of any model to the host."""
+    shapes = {field: self.shapes(place, field)}
     with _readable(place) as path:
-      shapes = {field: _shapes(self._handler.metadata(path).tree[field])}
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
       return self._orbax.restore(path, args=args)[field]

@@ -127,10 +127,10 @@ def train(
     progress.say(*report.system_lines(), *setup.remarks())
     with doing('comparing kernels', progress.say):
       setup = setup.with_kernels(kernel_check.agreeing_lengths(setup, progress.say))
-    if weights and directory.latest_step() is None:  # a resumed run no longer needs them
-      weights.check_source()
     tokens = feed()
     check_feed(setup.model, tokens, setup.settings.batch_size)
+    if weights and directory.latest_step() is None:  # a resumed run no longer needs them
+      weights.check(setup.model, setup.settings.model, tokens.vocabulary.fingerprint)
     evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
     evaluate.open()
 

@@ -33,8 +33,6 @@ _PREFIX = 'teacher/'
 class Weights(Protocol):
   """Weights from elsewhere: `weights.initial.InitialWeights`."""
 
-  def check_source(self) -> None: ...
-
   def load(
     self, model: Model, make: Callable, params: Params, vocabulary: str, say: Callable
   ) -> tuple[Params, bool]: ...
@@ -139,7 +137,6 @@ class Distillation(Term):
     """Loads the teacher, which must be whole."""
     own = {module: params[_PREFIX + module] for module in self._teacher.parameters()}
     source = self.source()
-    source.check_source()
     start.say('the teacher of the objective:')
     try:
       loaded, complete = source.load(self._teacher, self._make, own, start.vocabulary, start.say)

@@ -34,7 +34,7 @@ def _scales(centred: Tensor) -> Tensor:
   dtype = 'F32' if centred.dtype in ('F16', 'BF16') else centred.dtype
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
-    return np.float32(1) + _wide(centred.read(index))
+    return np.float32(1) + wide(centred.read(index))
 
   return centred._replace(read=read, dtype=dtype)
 
@@ -47,7 +47,8 @@ def _centred(scales: Tensor) -> Tensor:
   return scales._replace(read=read)
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
+def wide(array: np.ndarray) -> np.ndarray:
+  """An array in float32 or wider."""
   return array.astype(np.promote_types(array.dtype, np.float32))
 
 

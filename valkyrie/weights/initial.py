@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-import pathlib
 import re
 from typing import Any
 
@@ -11,14 +10,15 @@ import jax
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.errors import ConfigurationError, first_of, regular_expression, with_home
+from valkyrie.errors import ConfigurationError, first_of, regular_expression
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
-from valkyrie.weights import huggingface, listing, named_tensors, settings
+from valkyrie.weights import huggingface, listing, named_tensors, priming, settings
 from valkyrie.weights.named_tensors import TABLES, Leaf
-from valkyrie.weights.source import Source, is_run, open_source
+from valkyrie.weights.priming import Primed
+from valkyrie.weights.source import Source, open_source
 from valkyrie.weights.tensor_files import Tensor
 
 FRESH = 'fresh'
@@ -44,6 +44,8 @@ class InitialWeights:
     partial: tensors that the source lacks are new: outputs (`out`) are zero, so that a new layer or
       mixer adds nothing at first; others, and tokens that the source lacks, are initialized. The
       factors of a decomposition may always be new.
+    primed: layers of `GatedDeltaNet` begin from the attention of the source that they replace, see
+      `priming`; what such a layer has besides is new. `LanguageModel.pattern` says which layers.
     any_loss: accept weights whose validation loss is as high as for guessing, as on a task that is
       new to them.
     step: the step of a run: a number, 'latest' or 'best', see `checkpoint.manager.open_to_read`.
@@ -52,6 +54,7 @@ class InitialWeights:
   source: str
   rules: Sequence[tuple[str, str]] = ()
   partial: bool = False
+  primed: bool = False
   any_loss: bool = False
   step: str | int = LATEST
 
@@ -64,19 +67,11 @@ class InitialWeights:
         )
       regular_expression('InitialWeights.rules', rule[0])
 
-  def check_source(self) -> None:
-    """Raises a ConfigurationError if the source is not there, or of a model that is not computed.
-
-    It reads headers, and no tensor: a run is opened later, which reads its checkpoint.
-    """
-    place = pathlib.Path(with_home(self.source))
-    if not place.exists():
-      raise ConfigurationError(
-        f'The weights {self.source} are not there. Name the directory of a run, a safetensors '
-        'file, or a folder with such files.'
-      )
-    if not is_run(place):
-      open_source(self.source, str(self.step))
+  def check(self, model: Model, make: Callable[..., LanguageModel], vocabulary: str) -> None:
+    """Raises a ConfigurationError where `load` would, and reads no tensor."""
+    source = open_source(self.source, str(self.step), lazily=True)
+    leaves = named_tensors.declared_leaves(model.parameters())
+    self._matched(source, leaves, model, make, vocabulary)
 
   def load(
     self,
@@ -97,13 +92,11 @@ class InitialWeights:
     """
     source = open_source(self.source, str(self.step))
     leaves = named_tensors.leaves(params)
-    if not any(named_tensors.is_adapter(name) for leaf in leaves for name in leaf.tensors):
-      source = source._replace(tensors=named_tensors.merged(source.tensors))
-    source = source._replace(tensors=self._with_transposed(source.tensors, leaves))
-    self._check_vocabulary(source, vocabulary)
-    chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size)
-    self._check_settings(source, make)
-    for line in [*self._report(source, chosen, vocabulary), *_other_settings(source, make)]:
+    source, primed, chosen = self._matched(source, leaves, model, make, vocabulary)
+    for line in [
+      *self._report(source, primed, chosen, vocabulary),
+      *_other_settings(source, make),
+    ]:
       say(line)
     loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
     for leaf in leaves:
@@ -117,10 +110,38 @@ class InitialWeights:
     all_come_from_source = all(is_factor(name, chosen) for name in new)
     return loaded, all_come_from_source
 
+  def _matched(
+    self,
+    source: Source,
+    leaves: Sequence[Leaf],
+    model: Model,
+    make: Callable[..., LanguageModel],
+    vocabulary: str,
+  ) -> tuple[Source, Primed, dict[str, str]]:
+    """The source with its tensors as the model takes them, those that are primed, and `_chosen`."""
+    tensors = source.tensors
+    if not any(named_tensors.is_adapter(name) for leaf in leaves for name in leaf.tensors):
+      tensors = named_tensors.merged(tensors)
+    primed = Primed(tensors)
+    if self.primed:
+      primed = priming.primed(self.source, tensors, source.all_bindings, make)
+    source = source._replace(tensors=self._with_transposed(primed.tensors, leaves))
+    self._check_vocabulary(source, vocabulary)
+    chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size, primed.layers)
+    self._check_settings(source, make)
+    return source, primed, chosen
+
   def _chosen(
-    self, leaves: Sequence[Leaf], tensors: Mapping[str, Tensor], tokens: int
+    self,
+    leaves: Sequence[Leaf],
+    tensors: Mapping[str, Tensor],
+    tokens: int,
+    new: Sequence[str],
   ) -> dict[str, str]:
-    """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked."""
+    """{tensor of the model: FRESH, ZERO or the tensor of the source}, checked.
+
+    Tensors whose names begin as in `new` may be missing.
+    """
     chosen: dict[str, str] = {}
     missing: list[str] = []
     misfits: list[str] = []
@@ -131,7 +152,8 @@ class InitialWeights:
     self._check_rules(shapes)
     for name, shape in shapes.items():
       choice = self._choice(name)
-      if choice not in tensors and is_factor(name, shapes):
+      may_be_new = is_factor(name, shapes) or name.startswith(tuple(new))
+      if choice not in tensors and may_be_new:
         choice = FRESH
       if choice not in tensors and choice not in (FRESH, ZERO):
         missing.append(name)
@@ -232,14 +254,20 @@ class InitialWeights:
         'InitialWeights.partial = True accepts another attention.'
       )
 
-  def _report(self, source: Source, chosen: Mapping[str, str], vocabulary: str) -> list[str]:
+  def _report(
+    self, source: Source, primed: Primed, chosen: Mapping[str, str], vocabulary: str
+  ) -> list[str]:
     """Lines about the tensors that were taken and those that were not."""
+    taken = [name for name in primed.taken if chosen[name] == name]
+    used_names = {*chosen.values(), *primed.taken}
+    unused = sorted(source.tensors.keys() - used_names)
     zero = [name for name in chosen if chosen[name] == ZERO]
     fresh = [name for name in chosen if chosen[name] == FRESH]
     groups = {
+      'begin from the attention that they replace': taken,
       'new, zero': zero,
       'new, initialized': fresh,
-      'not loaded from there': sorted(source.tensors.keys() - set(chosen.values())),
+      'not loaded from there': unused,
       'left out, which models of this class do not use here': source.skipped,
       'files that were not read there': source.unread,
     }

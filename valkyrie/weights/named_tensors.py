@@ -23,6 +23,7 @@ from valkyrie.models.lora import A, B
 from valkyrie.models.parts import is_of_model
 from valkyrie.models.stacks import place_of
 from valkyrie.types import Params
+from valkyrie.weights import forms
 from valkyrie.weights.tensor_files import Tensor, name_of_dtype
 
 FORMAT = 'valkyrie'  # in the config.json of an export
@@ -86,12 +87,17 @@ def _plain(module: str, name: str) -> str:
   return _ATTENTION.sub('attention', '.'.join(path))
 
 
-def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tuple[str, ...]]:
-  """{path in Haiku's params: its `Leaf.tensors`} of declared parameters."""
+def declared_leaves(parameters: Mapping[str, Mapping[str, Parameter]]) -> list[Leaf]:
+  """The arrays of a model with these declared parameters."""
   shapes = {}
   for module, group in parameters.items():
     shapes[module] = {name: parameter.shape for name, parameter in group.items()}
-  return {f'{leaf.module}/{leaf.name}': leaf.tensors for leaf in leaves(shapes)}
+  return leaves(shapes)
+
+
+def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tuple[str, ...]]:
+  """{path in Haiku's params: its `Leaf.tensors`} of declared parameters."""
+  return {f'{leaf.module}/{leaf.name}': leaf.tensors for leaf in declared_leaves(parameters)}
 
 
 def of_params(params: Params) -> dict[str, Tensor]:
@@ -133,9 +139,9 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     def read(index: tuple[slice, ...]) -> np.ndarray:
       rows, columns = index
       every = slice(None)
-      w = _wide(whole.read(index))
-      a = _wide(down.read((rows, every)))
-      b = _wide(up.read((every, columns)))
+      w = forms.wide(whole.read(index))
+      a = forms.wide(down.read((rows, every)))
+      b = forms.wide(up.read((every, columns)))
       return w + a @ b
 
     wide = 'F64' if 'F64' in (whole.dtype, down.dtype, up.dtype) else 'F32'
@@ -157,11 +163,6 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
       )
     result[name] = with_adapter(whole, down, up)
   return result
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-  """An array in float32 or wider."""
-  return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def _fit(whole: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...]) -> bool:

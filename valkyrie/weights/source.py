@@ -33,23 +33,37 @@ class Source(NamedTuple):
   unread: Sequence[str] = ()
   skipped: Sequence[str] = ()
 
+  @property
+  def all_bindings(self) -> Mapping[str, Any]:
+    """{name: value} of the model, whatever the source is, as far as it tells them."""
+    if self.config is not None:
+      return huggingface.bindings(self.config)
+    return self.bindings
+
 
 def is_run(place: pathlib.Path) -> bool:
   """Whether a source is the directory of a run."""
   return (place / 'checkpoints').is_dir()
 
 
-def open_source(path: str, step: str = LATEST) -> Source:
+def open_source(path: str, step: str = LATEST, *, lazily: bool = False) -> Source:
   """The tensors of a step of a run, of a safetensors file or index, or of a folder of such files.
+
+  A step of a run is read at once, since the run may delete it; with `lazily`, when it is asked for.
 
   Raises a ConfigurationError if there are none, or of a model that Valkyrie does not compute.
   """
   path = with_home(path)
   place = pathlib.Path(path)
+  if not place.exists():
+    raise ConfigurationError(
+      f'The weights {path} are not there. Name the directory of a run, a safetensors file, or a '
+      'folder with such files.'
+    )
   if is_run(place):
     with open_to_read(path, step) as directory:
       record = directory.latest_record() or {}
-      params = directory.restore_evaluated()
+      params = directory.restore_evaluated(lazily=lazily)
       number = directory.latest_step()
     vocabularies = [str(record.get('vocabulary'))]
     bindings = _bindings(place / 'config.json', 'bindings')
