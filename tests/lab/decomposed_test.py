@@ -11,7 +11,7 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError, UsageError
-from valkyrie.lab.decomposition import masking
+from valkyrie.lab.decomposition import masking, trace
 from valkyrie.lab.decomposition.clusters import clustered
 from valkyrie.lab.decomposition.importance import NETS, PerComponent
 from valkyrie.models.features import SITES
@@ -191,7 +191,8 @@ def test_clusters_are_components_that_are_active_together():
 
   def chunk(number):
     group, loose = random.random((2, 64, 1)) < 0.3
-    g = {'a': np.concatenate([group, group, random.random((64, 2)) < 0.3], 1)}
+    seldom = group & (random.random((64, 1)) < 0.35)  # a part of the group's tokens
+    g = {'a': np.concatenate([group, group, seldom, random.random((64, 1)) < 0.3], 1)}
     g['b'] = np.concatenate(
       [group, loose, loose if number % 4 else random.random((64, 1)) < 0.3], 1
     )
@@ -247,3 +248,22 @@ def test_what_does_not_exist_is_named(parts, ask, message):
 def test_a_run_without_a_decomposition_is_named(trained):
   with pytest.raises(ConfigurationError, match='decomposes nothing'):
     valkyrie.decomposition(trained[1])
+
+
+def test_the_command_prints_writers_and_names_mistakes(parts, tmp_path, capsys):
+  (tmp_path / 'text.txt').write_text(TEXT)
+  run = str(parts.run.model_dir)
+  flags = ['--token', '40', '--distance', '30', '--count', '3']
+  assert trace.main([run, str(tmp_path / 'text.txt'), READER, '2', *flags]) == 0
+  head, *lines = capsys.readouterr().out.splitlines()
+  found = parts.writers(TEXT, READER, 2, 40, distance=30, count=3)
+  assert head == f'{READER} 2 reads {found.activation:.4g} at token 40: efghabcdefgh[h]gfe'
+  assert len(lines) == 3
+  for line, write in zip(lines, found.strongest, strict=True):
+    effect, site, number, _, _, token, distance, *_ = line.split()
+    assert float(effect) == pytest.approx(write.effect, rel=1e-2)
+    assert (site, int(number)) == (write.site, write.component)
+    assert int(token.rstrip(',')) == write.token == 40 - int(distance) <= 10
+    assert f'[{TEXT[write.token]}]' in line
+  assert trace.main([run, str(tmp_path / 'missing.txt'), READER, '2']) == 65
+  assert 'missing.txt cannot be read' in capsys.readouterr().err

@@ -170,6 +170,12 @@ def test_constant_maskings_are_the_model_with_other_matrices_or_masks():
     'rounded': sums_of(read(masks=everywhere(rounded))[1]),
     'zero': sums_of(read(params=zeros)[1]),
   }
+  streams = [read(**options, activations=('stream',))[0].activations['stream']
+             for options in ({}, {'masks': everywhere(g)})]  # fmt: skip
+  real = (BATCH.segment_ids > 0)[None, :, :, None]
+  whole, error = (np.asarray(x, np.float64) * real for x in (streams[0], streams[1] - streams[0]))
+  hidden = np.sum(error**2) / np.sum(whole**2)
+  assert evaluated()[1]['components/hidden_error/important'] == pytest.approx(hidden, rel=1e-4)
   right = read(masks=everywhere(g))[1].argmax(-1) == BATCH.targets
   assert 0 < (BATCH.weights * right).sum() == evaluated()[0]['accuracy/important']
   assert len({round(loss, 2) for loss, _ in expected.values()}) == len(expected)

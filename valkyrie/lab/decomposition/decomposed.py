@@ -22,7 +22,7 @@ from valkyrie.inference.reader import TextCarry, places, predicting_hidden
 from valkyrie.inference.text_rows import Text
 from valkyrie.lab.decomposition import masking
 from valkyrie.lab.decomposition.clusters import Clustering, clustered
-from valkyrie.lab.decomposition.evaluation import ComponentScores
+from valkyrie.lab.decomposition.evaluation import ComponentScores, hidden_sums
 from valkyrie.lab.decomposition.masking import Masking, Numbers
 from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.lab.decomposition.split import component_scores
@@ -344,23 +344,6 @@ class Decomposed:
     real = segments > 0
     sums = hidden_sums(features.activations or {}, masked.activations or {}, real)
     return (of_tokens, sums), after
-
-
-def hidden_sums(
-  clean: Mapping[str, Array], masked: Mapping[str, Array], real: Array
-) -> dict[str, tuple[Array, Array]]:
-  """{kind: the squared error and the square [layers]} of activations [layers, B, T, D].
-
-  Sums over the tokens that are `real` [B, T], in float32.
-  """
-  where = real[None, :, :, None]
-  sums = {}
-  for kind, of_model in clean.items():
-    wide = of_model.astype(jnp.float32)
-    error = masked[kind].astype(jnp.float32) - wide
-    squares = [jnp.sum(jnp.square(x), axis=(1, 2, 3), where=where) for x in (error, wide)]
-    sums[kind] = (squares[0], squares[1])
-  return sums
 
 
 def decomposition(

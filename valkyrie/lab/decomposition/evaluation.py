@@ -1,8 +1,8 @@
 """Evaluations of a decomposition: the model under masks, and how many components are active.
 
 For the targets: accuracy and cross-entropy under seven maskings, the excess of the cross-entropy
-over the target model's, and the divergence from that model. For all tokens: how many components are
-active, and how many are alive.
+over the target model's, and the divergence from that model. For all tokens: the error of the
+residual stream under maskings, how many components are active, and how many are alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,7 @@ from valkyrie.weights.named_tensors import names_of
 # delta; g; g > threshold; r; 0; and for each token as many as exceed the threshold, at random.
 MASKINGS = ('unmasked', 'stochastic', 'important', 'rounded', 'random', 'zero', 'shuffled')
 ADVERSARIAL = 'adversarial'
+STREAM = 'stream'  # the activations whose error is measured
 ALIVE = 1e-6  # the mean importance above which a component is alive
 _USE = 2**20  # the use of the first draw: no pass of training has it
 
@@ -90,7 +91,7 @@ class ComponentScores(Term):
   rate: PositiveFloat = 0.1
 
   name: ClassVar[str] = 'decomposition'
-  activations: ClassVar[Sequence[str]] = (SITES,)
+  activations: ClassVar[Sequence[str]] = (SITES, STREAM)
 
   def __post_init__(self):
     check_fields(self)
@@ -163,7 +164,7 @@ class ComponentScores(Term):
     def under(number_and_carry):
       number, carry = number_and_carry
       masks = read.masking(number, self.threshold)
-      return read.under(masks, carry)
+      return read.under(masks, carry, hidden=True)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)
     numbers = jnp.arange(len(MASKINGS))
@@ -210,6 +211,8 @@ class ComponentScores(Term):
       metrics[f'excess_loss/{name}'] = loss - target_loss
       for kind in ('kl', 'accuracy'):
         metrics[f'{kind}/{name}'] = mean(f'{kind}/{name}')
+      by_layer = sums[f'hidden_error/{name}'] / sums[f'hidden_square/{name}']
+      metrics[f'hidden_error/{name}'] = float(by_layer.mean())
     if sums['attacked']:
       name = f'kl/{ADVERSARIAL}'
       metrics[name] = _mean(sums[name], sums['attacked'])
@@ -243,6 +246,23 @@ def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
   return metrics
 
 
+def hidden_sums(
+  clean: Mapping[str, Array], masked: Mapping[str, Array], real: Array
+) -> dict[str, tuple[Array, Array]]:
+  """{kind: the squared error and the square [layers]} of activations [layers, B, T, D].
+
+  Sums over the tokens that are `real` [B, T], in float32.
+  """
+  where = real[None, :, :, None]
+  sums = {}
+  for kind, of_masked in masked.items():
+    wide = clean[kind].astype(jnp.float32)
+    error = of_masked.astype(jnp.float32) - wide
+    squares = [jnp.sum(jnp.square(x), axis=(1, 2, 3), where=where) for x in (error, wide)]
+    sums[kind] = (squares[0], squares[1])
+  return sums
+
+
 class _Read(NamedTuple):
   """A chunk with its lower importances, to be read under masks."""
 
@@ -261,10 +281,19 @@ class _Read(NamedTuple):
       masks[path] = _site_masks(number, threshold, low, r[path], stochastic[path])
     return masks
 
-  def under(self, given: Mapping[str, Masks], carry: Carry) -> tuple[dict[str, Array], Carry]:
-    """(The sums under masks, the carry after the chunk)."""
-    features, after = masked(self.chunk, given, carry)
-    return self.scores(features), after
+  def under(
+    self, given: Mapping[str, Masks], carry: Carry, *, hidden: bool = False
+  ) -> tuple[dict[str, Array], Carry]:
+    """(The sums under masks, with those of hidden activations if asked; the carry after)."""
+    kinds = (STREAM,) if hidden else ()
+    features, after = masked(self.chunk, given, carry, kinds)
+    sums = self.scores(features)
+    if hidden:
+      clean = self.chunk.features.activations or {}
+      real = self.chunk.batch.segment_ids > 0
+      error, square = hidden_sums(clean, features.activations or {}, real)[STREAM]
+      sums |= {'hidden_error': error, 'hidden_square': square}
+    return sums, after
 
   def scores(self, features: Features) -> dict[str, Array]:
     """Weighted cross-entropy, right targets, and divergence from the target model, summed."""

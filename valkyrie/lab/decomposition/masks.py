@@ -179,7 +179,11 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
   return [(path, layer) for _, path, layer in sorted(by_layer)]
 
 
-def masked(chunk: Chunk, given: Mapping[str, Masks], carry: Carry) -> tuple[Features, Carry]:
+def masked(
+  chunk: Chunk, given: Mapping[str, Masks], carry: Carry, activations: Sequence[str] = ()
+) -> tuple[Features, Carry]:
   """Reads a chunk with masks, from a carry of the model: (its features, the carry after it)."""
   before = {'model': carry['model']}
-  return chunk.model.read(chunk.params, before, chunk.batch, chunk.rng, masks=given)
+  return chunk.model.read(
+    chunk.params, before, chunk.batch, chunk.rng, masks=given, activations=activations
+  )
