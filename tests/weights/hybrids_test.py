@@ -73,6 +73,11 @@ def test_a_folder_computes_its_equations_and_is_written_back(tmp_path, name):
       assert type(value) is int, field
   found = reference.logits({**config, **theirs}, open_arrays(again), TOKENS)
   np.testing.assert_allclose(found, expected[: len(TOKENS)], rtol=0, atol=1e-12)
+  for listed in ('layer_types', 'layers_block_type'):
+    # Programs that read the other field find the same layers.
+    if listed in theirs and name in ('qwen', 'nemotron'):
+      others = {field: value for field, value in theirs.items() if field != listed}
+      assert huggingface.plan(others).layers == huggingface.plan(theirs).layers
   gin.clear_config()
 
 

@@ -132,7 +132,7 @@ class Qwen35(Hybrid):
       'linear_attention' if 'GatedDeltaNet.heads' in layer else 'full_attention'
       for layer in facts.layers
     ]
-    return {
+    fields = {
       **parts.delta_fields(delta),
       'intermediate_size': facts.layers[0]['Block.mlp_width'] or 0,
       'num_attention_heads': attention['heads'],
@@ -150,6 +150,11 @@ class Qwen35(Hybrid):
         'partial_rotary_factor': rotary['share'],
       },
     }
+    # llama.cpp's converter reads this one, and not the list.
+    interval = types.index('full_attention') + 1
+    if types == _interval({'full_attention_interval': interval, 'num_hidden_layers': len(types)}):
+      fields['full_attention_interval'] = interval
+    return fields
 
 
 class Qwen35WithImages(Qwen35):
