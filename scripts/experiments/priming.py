@@ -33,16 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
   parser.add_argument('folder', type=pathlib.Path, help='of the runs')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1], help='(default: 0 1)')
-  parser.add_argument('--kinds', nargs='+', default=KINDS, choices=KINDS)
   parser.add_argument('--decoder_steps', type=int, default=2400, help='(default: %(default)s)')
   parser.add_argument('--steps', type=int, default=100, help='of a hybrid (default: %(default)s)')
   parser.add_argument('--learning_rate', type=float, default=3e-3, help='(default: %(default)s)')
   flags = parser.parse_args(arguments)
-  found: dict[str, list[Mapping[int, float]]] = {kind: [] for kind in flags.kinds}
+  found: dict[str, list[Mapping[int, float]]] = {kind: [] for kind in KINDS}
   for seed in flags.seeds:
     decoder = flags.folder / f'decoder_{seed}'
     trained(decoder, 'decoder', flags.decoder_steps, f'--gin.seed={seed}')
-    for kind in flags.kinds:
+    for kind in KINDS:
       place = flags.folder / f'{kind.replace(", ", "_")}_{flags.learning_rate:g}_{seed}'
       options = [
         f'--gin.seed={seed}',
