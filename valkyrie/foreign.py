@@ -63,8 +63,8 @@ def opened(file: str | os.PathLike, largest: int | None = None) -> io.BufferedRe
 def content(file: str | os.PathLike, largest: int = LARGEST_FILE) -> bytes:
   """The bytes that a regular file has when it is opened; raises as `opened`."""
   with opened(file, largest) as stream:
-    size = os.fstat(stream.fileno()).st_size
-    return stream.read(size or _SYSTEM_FILE)
+    status = os.fstat(stream.fileno())
+    return stream.read(status.st_size or _SYSTEM_FILE)
 
 
 def _check_kind(found: os.stat_result, file: str | os.PathLike) -> None:
@@ -81,11 +81,13 @@ def check_tree(root: str) -> None:
     OSError: it is a pipe, a socket or a device.
     ValueError: a link leads to a folder on the way to it, below which files have endless names.
   """
-  if os.path.exists(root) and not os.path.isdir(root):
+  is_folder = os.path.isdir(root)
+  if os.path.exists(root) and not is_folder:
     _check_kind(os.stat(root), root)
 
   def target_of(folder: str) -> str:
-    return os.path.join(os.path.realpath(folder), '')
+    real_path = os.path.realpath(folder)
+    return os.path.join(real_path, '')
 
   above = {root: [target_of(root)]}  # by folder, itself and those above it
   for folder, folders, _ in os.walk(root, followlinks=True):
@@ -114,15 +116,18 @@ def shown_lines(text: str) -> str:
 
 def reason(error: BaseException) -> str:
   """What a library or the system says of an error, on one line of at most a few hundred letters."""
-  one_line = ' '.join(str(error).split())
+  words = str(error).split()
+  one_line = ' '.join(words)
   text = shown(one_line or type(error).__name__)
   if len(text) > _LONGEST_REASON:
-    text = f'{text[:_LONGEST_REASON]}...'
+    begin = text[:_LONGEST_REASON]
+    text = f'{begin}...'
   return text
 
 
 def _escaped(found: re.Match[str]) -> str:
-  return ascii(found[0])[1:-1]
+  quoted = ascii(found[0])
+  return quoted[1:-1]
 
 
 def whole(stream: Any, check: Callable[[bytes], None] = lambda piece: None) -> bytes:
@@ -151,7 +156,8 @@ def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
     if not line:
       return
     if len(line) > longest:
-      raise ValueError(f'a line begins with {line[:40]!r} and has more than {longest:,} bytes')
+      begin = line[:40]
+      raise ValueError(f'a line begins with {begin!r} and has more than {longest:,} bytes')
     yield line
 
 
@@ -164,10 +170,13 @@ def json_value(text: bytes) -> Any:
 
   Raises a RepeatedField, or another ValueError.
   """
-  if text.count(b'[') + text.count(b'{') > DEEPEST:
+  brackets = text.count(b'[') + text.count(b'{')
+  if brackets > DEEPEST:
     _check_depth(text)
   try:
-    return _JSON.decode(text.decode(json.detect_encoding(text), 'surrogatepass'))
+    encoding = json.detect_encoding(text)
+    decoded = text.decode(encoding, 'surrogatepass')
+    return _JSON.decode(decoded)
   except (RecursionError, MemoryError) as error:
     raise ValueError(f'it is too large ({type(error).__name__})') from None
 
@@ -175,7 +184,8 @@ def json_value(text: bytes) -> Any:
 def _with_each_field_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   fields_by_name = dict(pairs)
   if len(fields_by_name) < len(pairs):
-    counts = collections.Counter(name for name, _ in pairs)
+    names = [name for name, _ in pairs]
+    counts = collections.Counter(names)
     ((name, _),) = counts.most_common(1)
     raise RepeatedField(f'it has the field {name!r:.80} twice in one object')
   return fields_by_name
@@ -211,6 +221,7 @@ def fields(found: Any, **kinds: Any) -> dict[str, Any]:
     raise ValueError(f'it has {found!r:.40}, but a JSON object was expected')
   for name, kind in kinds.items():
     value = found.get(name)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    is_truth = kind is int and isinstance(value, bool)
+    if not isinstance(value, kind) or is_truth:
       raise ValueError(f'its field {name!r} has {value!r:.40}')
   return found

@@ -31,13 +31,13 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from valkyrie import errors
+from valkyrie.checkpoint import state_forms
 from valkyrie.checkpoint.stored_arrays import StoredArray, open_array
 from valkyrie.models.parts import is_of_model
 from valkyrie.storage.bucket import is_bucket
 from valkyrie.types import leaves_by_path
 
 _DESCRIPTORS = '/proc/self/fd'  # of Linux; elsewhere the path itself is used
-_SHOWN = 5  # leaves that differ
 _READERS = 4  # threads: hashing releases Python's lock
 _CACHE_BYTES = 100_000_000  # of the index that all arrays share
 
@@ -66,7 +66,8 @@ class StateFiles:
     # be dispatched in the same order by all processes, which a separate thread cannot guarantee.
     active = None
     if jax.process_count() > 1:
-      active = set(range(jax.process_count()))
+      process_count = jax.process_count()
+      active = set(range(process_count))
     processes = ocp.options.MultiprocessingOptions(active_processes=active)
     self._handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
     self._orbax = ocp.AsyncCheckpointer(self._handler, multiprocessing_options=processes)
@@ -79,8 +80,9 @@ class StateFiles:
 
   def write(self, place: pathlib.Path, state: Any) -> None:
     """Copies a pytree of jax arrays to the host, and starts to write it."""
-    item = _without_empty_arrays(state)
-    self._written = leaves_by_path(_shapes(item))
+    item = state_forms.without_empty_arrays(state)
+    shapes = state_forms.shapes(item)
+    self._written = leaves_by_path(shapes)
     self._pieces = []
     if self._is_first:
       self._pieces = _pieces(item)
@@ -104,21 +106,25 @@ class StateFiles:
       arrays = _opened(self._path)
       stored = {}
       for leaf, array in arrays.items():
-        stored[leaf] = jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
-      different = _differences(stored, self._written) or _changed(arrays, self._pieces)
+        dtype = array.dtype.numpy_dtype
+        stored[leaf] = jax.ShapeDtypeStruct(array.shape, dtype)
+      different = state_forms.differences(stored, self._written)
+      if not different:
+        different = _changed(arrays, self._pieces)
     except Exception as error:  # Orbax does not validate the files it reads
       reason = f'what was written cannot be opened ({_reason(error)})'
       raise OSError(errno.EIO, reason) from error
     if different:
-      raise OSError(errno.EIO, f'what was written differs in {"; ".join(different)}')
+      listed = '; '.join(different)
+      raise OSError(errno.EIO, f'what was written differs in {listed}')
     self._is_first = False
 
   def read(self, place: pathlib.Path, target: Any, partial: bool) -> Any:
     """Reads the state in the directory `place`; otherwise like `CheckpointDirectory.restore`."""
     with _readable(place) as path:
-      item = _without_empty_arrays(target)
+      item = state_forms.without_empty_arrays(target)
       stored, partial = self._stored(path, target, partial)
-      _check_same(place, stored, item)
+      state_forms.check_same(place, stored, item)
       restore_args = ocp.checkpoint_utils.construct_restore_args(item)
       args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
       restored = self._orbax.restore(path, args=args)
@@ -134,12 +140,13 @@ class StateFiles:
     """As `read`, but each array is a `StoredArray`, which is read when it is asked for."""
     with _readable(place) as path:
       stored, _ = self._stored(path, target, partial)
-      _check_same(place, stored, _without_empty_arrays(target))
+      state_forms.check_same(place, stored, state_forms.without_empty_arrays(target))
 
     def array_of(keys: Any, leaf: jax.ShapeDtypeStruct) -> StoredArray:
       read = functools.partial(np.zeros, leaf.shape, leaf.dtype)
       if leaf.size:
-        read = functools.partial(_read_array, place, '.'.join(key.key for key in keys))
+        name = '.'.join(key.key for key in keys)
+        read = functools.partial(_read_array, place, name)
       return StoredArray(leaf.shape, leaf.dtype, read)
 
     return jax.tree_util.tree_map_with_path(array_of, target)
@@ -148,15 +155,17 @@ class StateFiles:
     """A line for each of the first leaves for which `read` would refuse the target."""
     with _readable(place) as path:
       stored, _ = self._stored(path, target, partial)
-      return _differences(stored, _without_empty_arrays(target))
+      return state_forms.differences(stored, state_forms.without_empty_arrays(target))
 
   def _stored(self, path: Any, target: Any, partial: bool) -> tuple[Any, bool]:
     """The shapes of a state that a target is compared with, and whether it reads only a part."""
-    stored = _shapes(dict(self._handler.metadata(path).tree))
+    metadata = self._handler.metadata(path)
+    stored = state_forms.shapes(dict(metadata.tree))
     if partial:
       stored = {field: tree for field, tree in stored.items() if field in target}
       for field in stored.keys() & {'params', 'average'}:
-        stored[field] = _of_model_or_asked(stored[field] or {}, target[field])
+        modules = stored[field] or {}
+        stored[field] = _of_model_or_asked(modules, target[field])
     elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
       for field, value in target._asdict().items():
         if value is None and field not in stored:
@@ -167,13 +176,15 @@ class StateFiles:
   def fields(self, place: pathlib.Path) -> set[str]:
     """The fields of a state that have arrays."""
     with _readable(place) as path:
-      stored = dict(self._handler.metadata(path).tree)
+      metadata = self._handler.metadata(path)
+      stored = dict(metadata.tree)
       return {name for name in stored if jax.tree.leaves(stored[name])}
 
   def shapes(self, place: pathlib.Path, field: str) -> Any:
     """The shapes and dtypes of a field of a state of any model."""
     with _readable(place) as path:
-      return _shapes(self._handler.metadata(path).tree[field])
+      metadata = self._handler.metadata(path)
+      return state_forms.shapes(metadata.tree[field])
 
   def read_to_host(self, place: pathlib.Path, field: str) -> Any:
     """Reads a field of a state of any model to the host."""
@@ -181,7 +192,8 @@ class StateFiles:
     with _readable(place) as path:
       to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
       args = ocp.args.PyTreeRestore(shapes, restore_args=to_host, partial_restore=True)
-      return self._orbax.restore(path, args=args)[field]
+      restored = self._orbax.restore(path, args=args)
+      return restored[field]
 
   def close(self) -> None:
     """Ends the threads of Orbax."""
@@ -191,7 +203,11 @@ class StateFiles:
 
 def _of_model_or_asked(modules: Mapping[str, Any], asked: Any) -> dict[str, Any]:
   """The modules of the model, and of the terms of the objective that a target asks for."""
-  return {name: leaves for name, leaves in modules.items() if name in asked or is_of_model(name)}
+  chosen = {}
+  for name, leaves in modules.items():
+    if name in asked or is_of_model(name):
+      chosen[name] = leaves
+  return chosen
 
 
 def not_finite(state: Any) -> list[str]:
@@ -220,7 +236,8 @@ def literal(place: Any) -> Iterator[epath.Path]:
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
   below = pathlib.Path(place).relative_to(folder)
   try:
-    yield epath.Path(_DESCRIPTORS) / str(descriptor) / below
+    folder_of_descriptor = epath.Path(_DESCRIPTORS) / str(descriptor)
+    yield folder_of_descriptor / below
   finally:
     os.close(descriptor)
 
@@ -267,18 +284,21 @@ def _opened(place: epath.Path) -> dict[str, Any]:
 
   `PyTreeCheckpointHandler.metadata` would describe them, too, but leaks 6 KiB for each array.
   """
-  metadata = json.loads((place / '_METADATA').read_text())
+  text = (place / '_METADATA').read_text()
+  metadata = json.loads(text)
   keys = []
   for leaf in metadata['tree_metadata'].values():
     is_array = leaf['value_metadata']['value_type'] == 'jax.Array'
     if is_array:
-      keys.append([key['key'] for key in leaf['key_metadata']])
+      keys_of_path = leaf['key_metadata']
+      keys.append([key['key'] for key in keys_of_path])
   context = tensorstore.Context({'cache_pool': {'total_bytes_limit': _CACHE_BYTES}})
   # All are opened at once, then all are queried at once.
   opening = {}
   for key in keys:
     leaf = '/'.join(key)
-    opening[leaf] = open_array(place, '.'.join(key), context)
+    name = '.'.join(key)
+    opening[leaf] = open_array(place, name, context)
   arrays = {leaf: array.result() for leaf, array in opening.items()}
   queries = {}
   for leaf, array in arrays.items():
@@ -308,17 +328,20 @@ def _pieces(state: Any) -> list[_Piece]:
   with ThreadPoolExecutor(_READERS) as threads:
     arrays = [shard.data for _, shard in shards]
     digests = list(threads.map(_digest, arrays))
-  return [
-    _Piece(path, shard.index, digest) for (path, shard), digest in zip(shards, digests, strict=True)
-  ]
+  pieces = []
+  for (path, shard), digest in zip(shards, digests, strict=True):
+    piece = _Piece(path, shard.index, digest)
+    pieces.append(piece)
+  return pieces
 
 
 def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
   """The paths of the leaves whose pieces, read from opened arrays, have other values."""
 
   def is_changed(piece: _Piece) -> bool:
-    array = arrays[piece.path][piece.index]
-    return _digest(array.read().result()) != piece.digest
+    stored = arrays[piece.path]
+    values = stored[piece.index].read().result()
+    return _digest(values) != piece.digest
 
   with ThreadPoolExecutor(_READERS) as threads:
     verdicts = list(threads.map(is_changed, written))
@@ -330,57 +353,9 @@ def _changed(arrays: Mapping[str, Any], written: Sequence[_Piece]) -> list[str]:
 
 
 def _digest(array: Any) -> str:
-  content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  values = np.ascontiguousarray(array).reshape(-1)
+  content = values.view(np.uint8)
   return hashlib.sha256(content.data).hexdigest()
-
-
-def _check_same(place: pathlib.Path, stored: Any, target: Any) -> None:
-  """Raises a ConfigurationError if the shapes or dtypes of a state are not those of a target."""
-  different = _differences(stored, target)
-  if different:
-    raise errors.ConfigurationError(
-      f'{place.parent} is a checkpoint of another model. These leaves differ:\n  '
-      + '\n  '.join(different)
-      + '\nNothing was changed. Use another --model_dir, or the gin file of the checkpoint.'
-    )
-
-
-def _differences(stored: Any, target: Any) -> list[str]:
-  """A line for each of the first leaves whose shapes or dtypes differ between two pytrees."""
-  found = _describe(stored)
-  expected = _describe(target)
-  lines = []
-  for path in found | expected:
-    if found.get(path) != expected.get(path):
-      found_form = found.get(path, 'nothing')
-      expected_form = expected.get(path, 'nothing')
-      lines.append(f'{path}: found {found_form}, expected {expected_form}')
-  return errors.first_of(lines, _SHOWN)
-
-
-def _describe(tree: Any) -> dict[str, str]:
-  """{'params/mlp/w': 'float32[4, 8]', ...}; a container without arrays is 'empty'."""
-
-  def is_empty(node):
-    if node is None:
-      return True
-    return isinstance(node, dict | list | tuple) and not node
-
-  forms = {}
-  for path, leaf in leaves_by_path(tree, is_empty).items():
-    forms[path] = 'empty'
-    if not is_empty(leaf):
-      forms[path] = f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
-  return forms
-
-
-def _shapes(tree: Any) -> Any:
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def _without_empty_arrays(tree: Any) -> Any:
-  """Replaces arrays without elements, which Orbax refuses to save, by None."""
-  return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
 @functools.cache

@@ -46,20 +46,25 @@ def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> N
   An active binding must read the macro of a flag, and any binding the macro of a file.
   """
   macros = parse.macros_of(effective.values())
-  used = parse.macros_in([item.parsed.value for item in bindings], {})
+  values = [item.parsed.value for item in bindings]
+  used = parse.macros_in(values, {})
   in_force = [item.parsed.value for item in effective.values() if not item.is_macro]
   read = parse.macros_in(in_force, macros)
-  defined = {item.name for item in bindings if item.is_macro and not item.is_flag}
+  defined: set[str] = set()
+  for item in bindings:
+    if item.is_macro and not item.is_flag:
+      defined.add(item.name)
+  known = used | RUN_MACROS
   for statement in bindings:
     name = statement.name
     where = statement.where
     if not statement.is_macro or name in read:
       continue
     if not statement.is_flag:
-      if not statement.recorded and name not in used | RUN_MACROS:
+      if not statement.recorded and name not in known:
         raise ConfigurationError(
           f'{where}: no binding reads the macro {name!r}. Use it as %{name}, or remove it.'
-          + did_you_mean(name, (used | RUN_MACROS) - defined)
+          + did_you_mean(name, known - defined)
         )
     elif name in used | defined:
       raise ConfigurationError(
@@ -107,7 +112,8 @@ def _parameters_to_bind(configurable: gin_config.Configurable, name: str) -> lis
   candidates = configurable.allowlist or parameters
   known = [parameter for parameter in candidates if parameter not in denied]
   kinds = [parameter.kind for parameter in parameters.values()]
-  takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not configurable.allowlist
+  has_keywords = inspect.Parameter.VAR_KEYWORD in kinds
+  takes_any = has_keywords and not configurable.allowlist
   if takes_any and name not in denied:
     known.append(name)
   return known
@@ -133,12 +139,19 @@ def check_references(effective: Effective) -> None:
             f'{where}: no statement defines %{leaf.name}. Add `{leaf.name} = ...` to the gin file, '
             f'or pass {FLAG}{leaf.name}=VALUE.{did_you_mean(leaf.name, macros)}'
           )
-      elif statement.recorded and isinstance(leaf, str) and redact.RECORDED.fullmatch(leaf):
+      elif statement.recorded and _is_removed_secret(leaf):
         raise ConfigurationError(
           f'{where} was not recorded, since it is a secret. Pass {FLAG}{name}=VALUE.'
         )
-    if statement.is_macro and name in parse.macros_in(statement.parsed.value, macros):
+    names_itself = name in parse.macros_in(statement.parsed.value, macros)
+    if statement.is_macro and names_itself:
       raise ConfigurationError(f'{where}: the macro %{name} is defined by itself. Give it a value.')
+
+
+def _is_removed_secret(leaf: Any) -> bool:
+  if not isinstance(leaf, str):
+    return False
+  return redact.RECORDED.fullmatch(leaf) is not None
 
 
 def check_calls(effective: Effective) -> None:
@@ -164,7 +177,8 @@ def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
         continue
       task, inner_source = parse.resolve(arguments['task'], macros)
       from_statement = inner_source or source or statement
-      if isinstance(task, str) and ':' in task and not from_statement.is_flag:
+      names_module = isinstance(task, str) and ':' in task
+      if names_module and not from_statement.is_flag:
         module, _, _ = task.partition(':')
         parse.check_package(module, from_statement.where, allowed)
 
@@ -206,8 +220,9 @@ def find(name: str, where: str = '') -> gin_config.Configurable:
       if selector in (complete, short) and callable(function):
         gin.external_configurable(function, name=short, module=module)
         return registry[complete]
-    known = {registry.minimal_selector(complete) for complete, _ in registry.items()}
-    known.update(_OPTAX)
+    known = set(_OPTAX)
+    for complete, _ in registry.items():
+      known.add(registry.minimal_selector(complete))
     raise ConfigurationError(
       f'{where}: there is no configurable {selector!r}.{did_you_mean(selector, known)} One of your '
       'own is known after `import PACKAGE.MODULE` in a gin file, with --gin_allow_import=PACKAGE.'
@@ -251,6 +266,7 @@ def missing(function: Callable, given: Collection[str]) -> list[str]:
   for name, parameter in parameters_of(function).items():
     default = parameter.default
     is_required = default is inspect.Parameter.empty or default is gin.REQUIRED
-    if is_required and parameter.kind not in variadic and name not in given:
+    is_named = parameter.kind not in variadic
+    if is_required and is_named and name not in given:
       names.append(name)
   return names

@@ -21,11 +21,14 @@ class Range(NamedTuple):
   interval: str
 
   def __contains__(self, number: Any) -> bool:
-    least, most = map(_bound, self.interval[1:-1].split(', '))
+    bounds = self.interval[1:-1].split(', ')
+    least, most = map(_bound, bounds)
     if number == least:
-      return self.interval[0] == '[' and number <= most
+      is_closed = self.interval.startswith('[')
+      return is_closed and number <= most
     if number == most:
-      return self.interval[-1] == ']' and number >= least
+      is_closed = self.interval.endswith(']')
+      return is_closed and number >= least
     return least < number < most
 
 
@@ -68,12 +71,14 @@ def check(name: str, value: Any, annotation: Any, where: str = '') -> None:
     number = 'an integer'
     numeric = numbers.Integral
   values = [value]
-  if isinstance(value, list | tuple) and value:
+  is_several = isinstance(value, list | tuple)
+  if is_several and value:
     values = value
   for item in values:
     if item is None:
       continue
-    is_number = isinstance(item, numeric) and not isinstance(item, bool)
+    is_truth = isinstance(item, bool)
+    is_number = isinstance(item, numeric) and not is_truth
     if not is_number or item not in permitted:
       raise ConfigurationError(
         f'{where}{name} = {item!r} is out of range. Use {number} in {permitted.interval}.'

@@ -30,14 +30,16 @@ _DIGEST = 'sha256'  # the field of config.json with the digest of the others
 
 def bindings() -> dict[str, Any]:
   """{name: value} of all bindings as JSON: macros are resolved, and references are '@name'."""
-  return _as_data(redact(gin.config_str()))['bindings']
+  text = redact(gin.config_str())
+  return _as_data(text)['bindings']
 
 
 def configuration_texts() -> dict[str, str]:
   """{name: text} of config.gin and config.json."""
   text = redact(gin.config_str())
-  data = json.dumps(sealed(_as_data(text)), indent=2, ensure_ascii=False)
-  return {'config.gin': parse.RECORDED + '\n' + text, 'config.json': data + '\n'}
+  fields = sealed(_as_data(text))
+  data = json.dumps(fields, indent=2, ensure_ascii=False)
+  return {'config.gin': f'{parse.RECORDED}\n{text}', 'config.json': f'{data}\n'}
 
 
 def operative_configuration_text() -> str:
@@ -49,7 +51,8 @@ def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
   """The data of config.json with their digest, which no longer fits after any change."""
   fields = {name: value for name, value in data.items() if name != _DIGEST}
   text = json.dumps(fields, sort_keys=True)
-  return {**fields, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  return {**fields, _DIGEST: digest}
 
 
 def read_configuration(
@@ -71,7 +74,10 @@ def read_configuration(
     imports = [_statement(path, line) for line in data['imports']]
     values = dict(data['statements'].items())
     values |= _kept_tokenizer(path.parent)
-    bindings = [_statement(path, f'{name} = {value}', name) for name, value in values.items()]
+    bindings = []
+    for name, value in values.items():
+      binding = _statement(path, f'{name} = {value}', name)
+      bindings.append(binding)
     _check_unchanged(path, data, overridden)
   except FileNotFoundError:
     raise ConfigurationError(
@@ -83,8 +89,9 @@ def read_configuration(
       f'{path} cannot be read, or is not the record of a configuration ({type(error).__name__}: '
       f'{foreign.reason(error)}). Restore it, or pass the --gin_file of the run.'
     ) from error
+  allowed = parse.importable(allowed_imports)
   for statement in imports:
-    parse.check_import(statement, parse.importable(allowed_imports))
+    parse.check_import(statement, allowed)
   return imports + bindings
 
 
@@ -130,18 +137,23 @@ def _check_unchanged(
   A value is named that differs between the statements and the bindings, unless it is `overridden`.
   Versions before 0.3 wrote no digest.
   """
-  if data.get(_DIGEST) == sealed(data)[_DIGEST]:
+  digest = sealed(data)[_DIGEST]
+  if data.get(_DIGEST) == digest:
     return
   lines = [f'{name} = {value}' for name, value in data['statements'].items()]
   read = _as_data('\n'.join(lines))['bindings']
   written = data['bindings']
   names = sorted(read.keys() | written.keys())
-  differing = [name for name in names if _text(read, name) != _text(written, name)]
+  differing = []
+  for name in names:
+    if _text(read, name) != _text(written, name):
+      differing.append(name)
   wrong = [name for name in differing if name not in overridden]
   if wrong:
     name = wrong[0]
     advice = 'Restore the file from a copy'
-    if name in read and name in written:  # otherwise the name itself was changed
+    is_in_both = name in read and name in written
+    if is_in_both:  # otherwise the name itself was changed
       advice += f', or pass the value that is right: --gin.{name}=VALUE'
     raise ConfigurationError(
       f'{path} was changed since the run wrote it: {name} is {_text(read, name):.100} in its '
@@ -175,7 +187,9 @@ def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statem
   """A line as exactly one import, or as exactly one binding of `name`."""
   (parsed,) = parse.parse(line)
   statement = Statement(f'{path}: {name or line}', parsed, recorded=True)
-  is_right = statement.is_import if name is None else statement.is_binding
+  is_right = statement.is_binding
+  if name is None:
+    is_right = statement.is_import
   if not is_right:
     raise ValueError(f'{line!r} is another statement')
   if name is not None and statement.name != name:

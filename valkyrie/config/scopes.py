@@ -40,7 +40,8 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
     scope = statement.parsed.scope
     if not scope or statement.is_macro or statement.recorded:
       continue
-    for part in scope.split('/'):
+    parts = scope.split('/')
+    for part in parts:
       if part not in known:
         raise ConfigurationError(
           f'{statement.where}: {statement.name} has no effect, since no binding refers to a '
@@ -49,9 +50,10 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
         )
     reach = in_force if statement.is_flag else from_files
     selector = find(statement.parsed.selector, statement.where).selector
-    if not reach.builds(tuple(scope.split('/')), selector):
+    if not reach.builds(tuple(parts), selector):
       name = statement.parsed.selector
-      others = ', '.join(sorted(f'@{reference}' for reference in reach.references_to(selector)))
+      references = [f'@{reference}' for reference in reach.references_to(selector)]
+      others = ', '.join(sorted(references))
       raise ConfigurationError(
         f'{statement.where}: {statement.name} has no effect, since no {name} is built in the scope '
         f'{scope}: the references to it are {others}, and a reference has its own scope. Put '
@@ -71,7 +73,8 @@ class _Reach:
     for statement in statements:
       if statement.is_binding:
         self._add(statement, macros)
-    self._add_defaults({item.name for item in statements if item.is_binding})
+    bound = {statement.name for statement in statements if statement.is_binding}
+    self._add_defaults(bound)
     self._built = self._under_scopes()
 
   def _add(self, statement: parse.Statement, macros: Mapping[str, parse.Statement]) -> None:
@@ -86,8 +89,10 @@ class _Reach:
     for reference in _references(statements):
       part = find(reference.name, statement.where).selector
       built = _Built(_scope_of(reference), part)
-      self._edges.setdefault(holder, set()).add(built)
-      self._names.setdefault(part, set()).add(reference.name)
+      parts = self._edges.setdefault(holder, set())
+      parts.add(built)
+      names = self._names.setdefault(part, set())
+      names.add(reference.name)
 
   def _add_defaults(self, bound: Collection[str]) -> None:
     """Adds the references in the defaults of parameters that are not bound.
@@ -102,14 +107,16 @@ class _Reach:
       part = find(configurable)
       if name not in bound:
         selectors = {find(reference[1:]).selector for reference in references}
-        defaults.setdefault(part.selector, set()).update(selectors)
+        parts = defaults.setdefault(part.selector, set())
+        parts.update(selectors)
       if part.wrapped.__module__.startswith('valkyrie.'):
         used.add(part.selector)
     waiting = list(used)
     while waiting:
       holder = waiting.pop()
       for selector in defaults.get(holder, ()):
-        self._edges.setdefault(holder, set()).add(_Built((), selector))
+        parts = self._edges.setdefault(holder, set())
+        parts.add(_Built((), selector))
         if selector not in used:
           used.add(selector)
           waiting.append(selector)
@@ -118,19 +125,23 @@ class _Reach:
     """All parts that are built under a scope."""
     waiting: list[_Built] = []
     for edges in self._edges.values():
-      waiting += [built for built in edges if built.scope]
+      for built in edges:
+        if built.scope:
+          waiting.append(built)
     scopes = {built.scope for built in waiting}
     # Parts that no reference names may be built by Python, under any scope.
     for selector in self._edges:
       if selector and selector not in self._names:
-        waiting += [_Built(scope, selector) for scope in scopes]
+        for scope in scopes:
+          waiting.append(_Built(scope, selector))
     under_scopes: set[_Built] = set()
     while waiting:
       built = waiting.pop()
       if built not in under_scopes:
         under_scopes.add(built)
         for inner in self._edges.get(built.selector, ()):
-          waiting.append(_Built(inner.scope or built.scope, inner.selector))
+          scope = inner.scope or built.scope
+          waiting.append(_Built(scope, inner.selector))
     return under_scopes
 
   def builds(self, scope: tuple[str, ...], selector: str) -> bool:
@@ -138,9 +149,11 @@ class _Reach:
     kinds = _sharing_bindings(selector)
     if kinds.isdisjoint(self._names):
       return True
-    return any(
-      built.selector in kinds and built.scope[: len(scope)] == scope for built in self._built
-    )
+    for built in self._built:
+      is_under = built.scope[: len(scope)] == scope
+      if is_under and built.selector in kinds:
+        return True
+    return False
 
   def references_to(self, selector: str) -> set[str]:
     """The names of the references to a part."""
@@ -173,6 +186,7 @@ def _sharing_bindings(selector: str) -> set[str]:
   selectors = set()
   for name, known in registry.items():
     kind = known.wrapped
-    if inspect.isclass(kind) and issubclass(kind, part) and constructor(kind) is part_constructor:
+    inherits = inspect.isclass(kind) and issubclass(kind, part)
+    if inherits and constructor(kind) is part_constructor:
       selectors.add(name)
   return selectors

@@ -27,7 +27,8 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
   earlier: dict[str, Statement] = {}
   for statement in bindings:
     value = statement.parsed.value
-    if value is None or isinstance(value, Macro | Reference):
+    is_literal = not isinstance(value, Macro | Reference)
+    if value is None or not is_literal:
       continue
     file = earlier.get(statement.name)
     if statement.is_flag and file and not _is_a(value, type(file.parsed.value)):
@@ -55,7 +56,8 @@ def check_parameter_types(effective: Effective) -> None:
     expected = None
     if value is not None or parameter.default is not None:
       expected = _expected(value, parameter.annotation)
-    if expected is None and not scope and _names(references, selector):
+    names_itself = not scope and _names(references, selector)
+    if expected is None and names_itself:
       expected = 'another part than itself'
     where = statement.where
     if source:
@@ -73,7 +75,8 @@ def check_parameter_types(effective: Effective) -> None:
 def _names(references: Sequence[Reference], selector: str) -> bool:
   """Whether a reference without a scope names the configurable with this selector."""
   unscoped = [reference.name for reference in references if '/' not in reference.name]
-  return any(find(name).selector == selector for name in unscoped)
+  selectors = [find(name).selector for name in unscoped]
+  return selector in selectors
 
 
 def _check_range(wrapped: Any, parameter: inspect.Parameter, value: Any, where: str) -> None:
@@ -84,7 +87,8 @@ def _check_range(wrapped: Any, parameter: inspect.Parameter, value: Any, where: 
     annotation = OPTAX_NUMBERS.get(parameter.name)
   name = f'{wrapped.__name__}.{parameter.name}'
   for leaf in leaves(value):
-    if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+    is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+    if is_number:
       ranges.check(name, leaf, annotation, f'{where}: ')
 
 
@@ -99,7 +103,8 @@ def _makes_parts(annotation: Any) -> bool:
 def _is_a(value: Any, kind: type) -> bool:
   """Whether a literal has a type; integers are numbers, and tuples are lists."""
   pairs = {(int, float), (list, tuple), (tuple, list)}
-  return type(value) is kind or (type(value), kind) in pairs
+  kind_of_value = type(value)
+  return kind_of_value is kind or (kind_of_value, kind) in pairs
 
 
 def _shown(value: Any) -> str:

@@ -92,7 +92,9 @@ class Comparison:
       return best(name, tried, flags.context)
 
     for budget in self._budgets:
-      seeds = further if budget == search else flags.seeds
+      seeds = flags.seeds
+      if budget == search:
+        seeds = further
       for seed in seeds:
         self._take_turns(budget, best_choice, seed)
 
@@ -103,9 +105,11 @@ class Comparison:
       if budget == search:
         trials_each += len(self._choices) - 1
       count = len(self._left) * trials_each
-      text = f'{count} trials, each for {TITLES[budget].format(amount)}'
+      title = TITLES[budget].format(amount)
+      text = f'{count} trials, each for {title}'
       if budget == 'seconds':
-        text += f': {count * amount / 60:,.1f} minutes, and the start and validation of each'
+        minutes = count * amount / 60
+        text += f': {minutes:,.1f} minutes, and the start and validation of each'
       say(text)
 
   def _take_turns(self, budget: str, choose: Callable[[str], dict[str, str]], seed: int) -> None:
@@ -114,7 +118,8 @@ class Comparison:
       try:
         choice = choose(candidate.name)
         run = self._try(candidate, budget, choice, seed)
-        self.outcomes[budget].append(Outcome(candidate.name, choice, seed, run))
+        outcome = Outcome(candidate.name, choice, seed, run)
+        self.outcomes[budget].append(outcome)
       except Failed as error:
         self._leave_out(candidate, error)
     write(self._flags.results, self._budgets, self.outcomes, self._flags.context)
@@ -164,7 +169,8 @@ class Comparison:
     cost = self._paces[pace][budget]
     if not cost:
       raise Failed(f'the {budget} of a step are unknown. Compare by --tokens or --seconds.')
-    return max(1, round(self._budgets[budget] / cost))
+    steps = self._budgets[budget] / cost
+    return max(1, round(steps))
 
   def _trained(
     self, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
@@ -188,7 +194,11 @@ class Comparison:
 def _combinations(over: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
   """Every choice of one value for each name."""
   products = itertools.product(*over.values())
-  return [dict(zip(over, values, strict=True)) for values in products]
+  combinations = []
+  for values in products:
+    combination = dict(zip(over, values, strict=True))
+    combinations.append(combination)
+  return combinations
 
 
 def _timed(choice: Mapping[str, str]) -> dict[str, str]:
@@ -199,8 +209,10 @@ def _timed(choice: Mapping[str, str]) -> dict[str, str]:
 def _folder_name(first: str, values: Mapping[str, Any]) -> str:
   """'tokens=640,seed=0', with '_' for characters that are unusual in names of folders."""
   parts = [first]
-  parts += [f'{name}={value}' for name, value in values.items()]
-  return re.sub(r'[^\w.=,+-]', '_', ','.join(parts))
+  for name, value in values.items():
+    parts.append(f'{name}={value}')
+  unusual = r'[^\w.=,+-]'
+  return re.sub(unusual, '_', ','.join(parts))
 
 
 def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -216,7 +228,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   are_positive = all(0 < amount < math.inf for amount in given)
   if not given or not are_positive:
     parser.error('pass --seconds=S, --tokens=T or --flops=F, more than 0')
-  if flags.context < 1 or flags.context.bit_count() > 1:
+  is_power_of_2 = flags.context > 0 and flags.context.bit_count() == 1
+  if not is_power_of_2:
     parser.error(f'--context={flags.context}: expected a power of 2, such as 512')
   if not re.fullmatch(r'\d+(,\d+)*', flags.seeds):
     parser.error(f'--seeds={flags.seeds}: expected numbers separated by commas, such as 0,1,2')
@@ -234,7 +247,9 @@ def _check_candidates(parser: argparse.ArgumentParser, flags: argparse.Namespace
   names = [candidate.name for candidate in flags.candidates]
   if not names:
     parser.error('pass --gin_file=FILE, such as gin/tiny_cpu.gin, and a --candidate for each run')
-  only = flags.only.split(',') if flags.only else names
+  only = names
+  if flags.only:
+    only = flags.only.split(',')
   for name in only:
     if name not in names:
       parser.error(f'--only={name}: the candidates are {", ".join(names)}')

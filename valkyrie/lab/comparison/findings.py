@@ -79,12 +79,14 @@ def bits_by_position(run: Run) -> list[tuple[int, float]]:
   scores = []
   for position, nats in by_position(last):
     bits_per_token = nats / math.log(2)
-    scores.append((position, bits_per_token * ratio))
+    score = bits_per_token * ratio
+    scores.append((position, score))
   return scores
 
 
 def _knows_bytes(run: Run) -> bool:
-  return isinstance(run.evaluations[-1].get('bits_per_byte'), int | float)
+  last = run.evaluations[-1]
+  return isinstance(last.get('bits_per_byte'), int | float)
 
 
 def best(name: str, outcomes: Sequence[Outcome], context: int) -> dict[str, str]:
@@ -123,7 +125,8 @@ def write(
   for budget, of_budget in outcomes.items():
     if of_budget:
       blocks += findings(budget, amounts[budget], of_budget, tried, context)
-  for name, text in zip(_FILES, (markdown(blocks), page(blocks)), strict=True):
+  texts = (markdown(blocks), page(blocks))
+  for name, text in zip(_FILES, texts, strict=True):
     whole_file.write(folder / name, text)
 
 
@@ -155,7 +158,9 @@ def findings(
       runs[name] = seeds
       amounts[name] = _mean_spent(seeds, budget)
       drawn.append(seeds[0]._replace(name=name))
-  unit = 'bits per byte' if all(map(_knows_bytes, drawn)) else 'bits per token'
+  unit = 'bits per token'
+  if all(map(_knows_bytes, drawn)):
+    unit = 'bits per byte'
 
   title = TITLES[budget].format(amount)
   blocks: list[Block] = [f'## The same {title}']
@@ -165,12 +170,14 @@ def findings(
   results = _results(names, chosen, scores, runs, unit)
   blocks.append(results)
   best_outcomes = chosen[names[0]]
-  numbers = ', '.join(str(outcome.seed) for outcome in best_outcomes)
+  seeds_of_best = [str(outcome.seed) for outcome in best_outcomes]
+  numbers = ', '.join(seeds_of_best)
   note = f'Seeds {numbers}; {unit} of the targets of the whole validation split'
   if context > 1:
     note += f' with {context} or more tokens before them'
   blocks.append(f'{note}.')
-  if len({run.tokens for run in drawn}) > 1:
+  texts_read = {run.tokens for run in drawn}
+  if len(texts_read) > 1:
     blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
   if outcomes is tried:
     blocks += _by_values(names, tried, context)
@@ -185,8 +192,10 @@ def _at_best_values(
   """The outcomes of each candidate with its best values: one for each seed."""
   chosen: dict[str, list[Outcome]] = {}
   for outcome in outcomes:
-    if outcome.values == best(outcome.candidate, tried, context):
-      chosen.setdefault(outcome.candidate, []).append(outcome)
+    best_values = best(outcome.candidate, tried, context)
+    if outcome.values == best_values:
+      of_candidate = chosen.setdefault(outcome.candidate, [])
+      of_candidate.append(outcome)
   return chosen
 
 
@@ -198,18 +207,22 @@ def _results(
   unit: str,
 ) -> Table:
   """A row for each candidate: its values, its costs and its scores."""
-  values_of_first = chosen[names[0]][0].values
+  first = chosen[names[0]][0]
   costs = ['parameters', 'tokens', 'tokens/s', 'seconds', 'TFLOP']
-  head = ['candidate', *values_of_first, *costs, unit, 'range']
+  head = ['candidate', *first.values, *costs, unit, 'range']
   rows = []
   for name in names:
-    values = chosen[name][0].values.values()
+    outcome = chosen[name][0]
+    values = outcome.values.values()
     mean = statistics.fmean(scores[name])
-    mean_text = 'diverged' if math.isinf(mean) else f'{mean:.3f}'
+    mean_text = f'{mean:.3f}'
+    if math.isinf(mean):
+      mean_text = 'diverged'
     low = min(scores[name])
     high = max(scores[name])
     range_text = f'{low:.3f} to {high:.3f}'
-    rows.append([name, *values, *_costs(runs.get(name)), mean_text, range_text])
+    cells_of_costs = _costs(runs.get(name))
+    rows.append([name, *values, *cells_of_costs, mean_text, range_text])
   return Table(head, rows)
 
 
@@ -220,7 +233,8 @@ def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> 
   for outcome in tried:
     values = tuple(outcome.values.values())
     column = columns.setdefault(values, {})
-    column.setdefault(outcome.candidate, f'{bits(outcome.run, context):.3f}')
+    score = bits(outcome.run, context)
+    column.setdefault(outcome.candidate, f'{score:.3f}')
   if len(columns) < 2:
     return []
   head = ['candidate', *map(', '.join, columns)]
@@ -228,7 +242,8 @@ def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> 
   for name in names:
     scores = [column[name] for column in columns.values()]
     rows.append([name, *scores])
-  return [f'By {over}, with the seed {tried[0].seed}:', Table(head, rows)]
+  title = f'By {over}, with the seed {tried[0].seed}:'
+  return [title, Table(head, rows)]
 
 
 def _costs(runs: Sequence[Run] | None) -> list[str]:
@@ -238,13 +253,16 @@ def _costs(runs: Sequence[Run] | None) -> list[str]:
   last_lines = [run.lines[-1] for run in runs]
   tokens = statistics.fmean(line['tokens'] for line in last_lines)
   seconds = statistics.fmean(line['seconds'] for line in last_lines)
+  speed = tokens / seconds
   flops = last_lines[0]['flops']
-  teraflops = '' if flops is None else f'{flops / 1e12:,.3g}'
+  teraflops = ''
+  if flops is not None:
+    teraflops = f'{flops / 1e12:,.3g}'
   parameters, _, _ = runs[0].about.partition(' parameters')
   return [
     parameters,
     f'{tokens:,.0f}',
-    f'{tokens / seconds:,.0f}',
+    f'{speed:,.0f}',
     f'{seconds:.1f}',
     teraflops,
   ]
@@ -264,14 +282,14 @@ def _mean_spent(runs: Sequence[Run], budget: str) -> float | None:
 def _missed(budget: str, amount: float, amounts: Mapping[str, float | None]) -> list[str]:
   """A sentence about the candidates that did not train for the amount that was asked for."""
   form = AMOUNTS[budget]
-  missed = [
-    f'{name} for {form.format(used)}'
-    for name, used in amounts.items()
-    if used is not None and not is_near(used, amount)
-  ]
+  missed = []
+  for name, used in amounts.items():
+    if used is not None and not is_near(used, amount):
+      missed.append(f'{name} for {form.format(used)}')
   if not missed:
     return []
-  return [f'Not all trained for {form.format(amount)}: {", ".join(missed)}.']
+  listed = ', '.join(missed)
+  return [f'Not all trained for {form.format(amount)}: {listed}.']
 
 
 def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> list[Block]:
@@ -283,12 +301,18 @@ def _by_position(runs: Mapping[str, Sequence[Run]], context: int) -> list[Block]
     for position, _ in bits_by_position(seeds[0]):
       if position >= context:
         targets = last[f'{TARGETS_BY_POSITION}{position}']
-        (shown if targets >= _FEWEST_TARGETS else rare).add(position)
+        if targets >= _FEWEST_TARGETS:
+          shown.add(position)
+        else:
+          rare.add(position)
   columns = sorted(shown)
   left_out = sorted(rare - shown)
   blocks: list[Block] = []
   if columns:
-    rows = [[name, *_means(seeds, columns)] for name, seeds in runs.items()]
+    rows = []
+    for name, seeds in runs.items():
+      means = _means(seeds, columns)
+      rows.append([name, *means])
     head = ['candidate', *map(_positions, columns)]
     blocks += ['By position in the document:', Table(head, rows)]
   if left_out:
@@ -303,7 +327,10 @@ def _means(runs: Sequence[Run], positions: Sequence[int]) -> list[str]:
   cells = []
   for position in positions:  # candidates with other tokens may have other positions
     values = [score[position] for score in scores if position in score]
-    cells.append(f'{statistics.fmean(values):.3f}' if values else '')
+    cell = ''
+    if values:
+      cell = f'{statistics.fmean(values):.3f}'
+    cells.append(cell)
   return cells
 
 
@@ -311,7 +338,8 @@ def _positions(first: int) -> str:
   """The positions of a bin."""
   if first == 1:
     return '1'
-  return f'{first:,} to {2 * first - 1:,}'
+  last = 2 * first - 1
+  return f'{first:,} to {last:,}'
 
 
 def markdown(blocks: Sequence[Block]) -> str:
@@ -337,7 +365,9 @@ def page(blocks: Sequence[Block]) -> str:
     if isinstance(block, Table):
       parts.append(html_page.table(*block))
     elif isinstance(block, str):
-      tag = 'h2' if block.startswith('## ') else 'p'
+      tag = 'p'
+      if block.startswith('## '):
+        tag = 'h2'
       text = html.escape(block.removeprefix('## '))
       parts.append(f'<{tag}>{text}</{tag}>')
     elif block:

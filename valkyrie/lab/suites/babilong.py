@@ -76,11 +76,12 @@ class _World:
 
   def _free_objects(self, room: str | None) -> list[str]:
     """The objects that someone in this room can take. One that was never seen may lie there."""
-    return [
-      thing
-      for thing in OBJECTS
-      if thing not in self._holder and self._room_of(thing) in (None, room)
-    ]
+    free = []
+    for thing in OBJECTS:
+      is_near = self._room_of(thing) in (None, room)
+      if is_near and thing not in self._holder:
+        free.append(thing)
+    return free
 
   def _room_of(self, name: str) -> str | None:
     if name not in self.rooms:
@@ -89,7 +90,8 @@ class _World:
 
   def _enter(self, name: str, room: str) -> None:
     if room != self._room_of(name):
-      self.rooms.setdefault(name, []).append(room)
+      rooms = self.rooms.setdefault(name, [])
+      rooms.append(room)
 
   def _tell(self, person: str, verbs: Sequence[str], rest: str) -> None:
     verb = self._random.choice(verbs)
@@ -112,7 +114,11 @@ def _where_is(names: Sequence[str], world: _World, random: np.random.Generator) 
 
 def _where_was(world: _World, random: np.random.Generator) -> Question | None:
   """Where was the object before its latest room? None if no object has been in two rooms."""
-  moved = [thing for thing in OBJECTS if len(world.rooms.get(thing, ())) > 1]
+  moved = []
+  for thing in OBJECTS:
+    rooms = world.rooms.get(thing, ())
+    if len(rooms) > 1:
+      moved.append(thing)
   if not moved:
     return None
   thing = str(random.choice(moved))
@@ -151,7 +157,8 @@ def story(order: Order, task: str) -> Problem:
   depth = order.depth or 0.0
   width = _WIDTH * len(text)
   begin = depth * (1 - _WIDTH) * len(text)
-  drawn = random.uniform(begin, begin + width, size=len(world.facts))
+  end = begin + width
+  drawn = random.uniform(begin, end, size=len(world.facts))
   places = sorted(round(place) for place in drawn)
   sentences = placed(text, world.facts, places)
   return Problem(' '.join(sentences), [question])
@@ -159,9 +166,12 @@ def story(order: Order, task: str) -> Problem:
 
 def names_the_room(continuation: str, question: Question) -> float:
   """Whether the first sentence names the right room and no other, except rooms of the question."""
-  sentence = continuation.lower().split('.')[0]
+  sentence, _, _ = continuation.lower().partition('.')
   asked = question.text.lower()
-  named = {room for room in ROOMS if room in sentence and room not in asked}
+  named = set()
+  for room in ROOMS:
+    if room in sentence and room not in asked:
+      named.add(room)
   return float(named == set(question.answers))
 
 

@@ -38,7 +38,8 @@ def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[For
   """Lists of forms. All forms of a list should give the numbers of its first."""
   description = setup.language_model.about
   layout = setup.partitioner
-  size = setup.curriculum.phases[0].chunk_size
+  first_phase = setup.curriculum.phases[0]
+  size = first_phase.chunk_size
   time = CHUNKS * size
   rows = min(setup.settings.batch_size, 2 * jax.device_count())
   longer = documents(rows, 2 * time, description)
@@ -48,7 +49,8 @@ def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[For
   unit = layout.parts_of('time')
 
   same = [run]
-  if description.remat_policy is not None or setup.settings.remat_chunks:
+  recomputes_layers = description.remat_policy is not None
+  if recomputes_layers or setup.settings.remat_chunks:
     form = run._replace(name='activations saved', recomputes=False)
     same.append(form)
   for name, other in layouts.items():
@@ -59,7 +61,8 @@ def forms(setup: Setup, layouts: Mapping[str, Partitioner]) -> Iterator[list[For
       form = run._replace(name=f'chunks of {other_size:,}', chunk_size=other_size)
       same.append(form)
     # The tokens after `time` have no weight, so they should change nothing.
-    has_weight = np.arange(2 * time) < time
+    places = np.arange(2 * time)
+    has_weight = places < time
     masked = longer._replace(weights=longer.weights * has_weight)
     form = run._replace(name='twice the length', batch=masked, carry=False)
     same.append(form)
@@ -93,17 +96,21 @@ def _other_sizes(size: int, time: int, unit: int) -> list[int]:
 def documents(rows: int, time: int, description: Description) -> Batch:
   """Random tokens in documents of all lengths, which begin anywhere: a batch [rows, time]."""
   random = np.random.default_rng(0)
-  longest = min(description.max_context or time, time // 2)
+  half = time // 2
+  longest = min(description.max_context or time, half)
   positions = np.zeros((rows, time), np.int32)
   for row in positions:
     begin = 0
     while begin < time:
       drawn = int(longest ** random.random()) + 1
-      length = min(drawn, longest, time - begin)
+      left = time - begin
+      length = min(drawn, longest, left)
       row[begin : begin + length] = np.arange(length)
       begin += length
-  tokens = random.integers(description.vocabulary_size, size=(rows, time + 1), dtype=np.int32)
-  segments = np.cumsum(positions == 0, axis=1, dtype=np.int32)
+  shape = (rows, time + 1)
+  tokens = random.integers(description.vocabulary_size, size=shape, dtype=np.int32)
+  is_start = positions == 0
+  segments = np.cumsum(is_start, axis=1, dtype=np.int32)
   last = segments[:, -1:]
   steps_to_next = np.diff(segments, axis=1, append=last)
   next_is_same = steps_to_next == 0

@@ -47,7 +47,8 @@ class Computation:
     run's: a user's module may keep a state in float32.
     """
     try:
-      with memory.explained(lambda: form.name), doing(f'computing {form.name} in {self._dtype}'):
+      explained = memory.explained(lambda: form.name)
+      with explained, doing(f'computing {form.name} in {self._dtype}'):
         return self._numbers(form)
     except ConfigurationError as error:
       if self._required and form.name == RUN:
@@ -67,7 +68,8 @@ class Computation:
     make_parameters = self._parameters(model, self._layout)
     make = self._program('parameters', self._layout, make_parameters)
     axes = model.parameter_axes(layout.parameter_axes)
-    key = (form.batch.inputs.shape, form.chunk_size, form.recomputes, form.learns, id(layout))
+    shape = form.batch.inputs.shape
+    key = (shape, form.chunk_size, form.recomputes, form.learns, id(layout))
     read_form = functools.partial(self._read, form, model)
     read = self._program(key, layout, read_form)
     weights = form.batch.weights.astype(wide(self._dtype))
@@ -78,12 +80,16 @@ class Computation:
       params = make(seed)
       if layout is not self._layout:
         # The parameters come from the run's layout: each layout rounds initial values its own way.
-        params = jax.device_put(params, layout.shardings(params, axes))
+        shardings = layout.shardings(params, axes)
+        params = jax.device_put(params, shardings)
       results = jax.device_get(read(params, batch))
       if not form.carry:
         results['carry'] = ()
       leaves = leaves_by_path(results)
-      return {path: np.asarray(leaf, np.float64) for path, leaf in leaves.items()}
+      numbers = {}
+      for path, leaf in leaves.items():
+        numbers[path] = np.asarray(leaf, np.float64)
+      return numbers
 
     numbers = compute(0)
     spread = {path: np.zeros_like(value) for path, value in numbers.items()}
@@ -96,7 +102,8 @@ class Computation:
   def _program(self, key: Any, layout: Partitioner, function: Callable) -> Callable:
     """The compiled function; `key` says which forms share it."""
     if key not in self._programs:
-      self._programs[key] = layout.jit(function, compiler_options=compiler_options())
+      options = compiler_options()
+      self._programs[key] = layout.jit(function, compiler_options=options)
     return self._programs[key]
 
   def _model(self, form: Form) -> Model:
@@ -118,8 +125,9 @@ class Computation:
       epsilon = jnp.where(seed == 0, 0.0, last_digit)
       for number, leaf in enumerate(leaves):
         dtype = jnp.promote_types(leaf.dtype, self._dtype)
-        added = _uniform(leaf.shape, 3 * number).astype(dtype)
-        change = _uniform(leaf.shape, 3 * number + seed).astype(dtype)
+        first_salt = 3 * number
+        added = _uniform(leaf.shape, first_salt).astype(dtype)
+        change = _uniform(leaf.shape, first_salt + seed).astype(dtype)
         moved = leaf.astype(dtype) + _MOVED * added
         factor = 1 + epsilon.astype(dtype) * change
         leaves[number] = moved * factor
@@ -173,10 +181,12 @@ def _sketches(tree: Any) -> Any:
   def sketch(leaf):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       return None
-    shift = 16 + lax.broadcasted_iota(jnp.uint32, (_SKETCH, *leaf.shape), 0)
+    places = lax.broadcasted_iota(jnp.uint32, (_SKETCH, *leaf.shape), 0)
+    shift = 16 + places
     hashes = _hashes(leaf.shape, 0)[None]
     bits = (hashes >> shift) & 1
-    values = leaf.astype(wide(leaf.dtype))[None]
+    wide_leaf = leaf.astype(wide(leaf.dtype))
+    values = wide_leaf[None]
     signed = jnp.where(bits == 1, values, -values)
     all_but_first = tuple(range(1, signed.ndim))
     sums = jnp.sum(signed, axis=all_but_first)
@@ -196,7 +206,8 @@ def _hashes(shape: tuple[int, ...], salt: int | Array) -> Array:
 
   jax.random has better numbers, and programs whose compilation takes much longer.
   """
-  place = jnp.broadcast_to(jnp.asarray(salt).astype(jnp.uint32), shape)
+  salt_bits = jnp.asarray(salt).astype(jnp.uint32)
+  place = jnp.broadcast_to(salt_bits, shape)
   for dimension in range(len(shape)):
     place = place * jnp.uint32(shape[dimension])
     place += lax.broadcasted_iota(jnp.uint32, shape, dimension)
