@@ -204,7 +204,8 @@ class BucketSteps:
     except OSError:
       self._lock.check()  # perhaps another trainer was in the way
       raise
-    self._lock.update(steps=[*self.find(), step], unfinished=unfinished)
+    steps = [*self.find(), step]
+    self._lock.update(steps=steps, unfinished=unfinished)
     self._bucket.delete(saved.objects)
 
   def is_saved(self, step: int) -> bool:
@@ -214,8 +215,9 @@ class BucketSteps:
     objects, folders = self._bucket.browse(f'{FOLDER}/')
     others = []
     for path in [*objects, *folders]:
-      name = path.split('/')[1]
-      if name and not is_step(name) and manifest.litter_of(name) is None:
+      _, name, *_ = path.split('/')
+      is_ours = is_step(name) or manifest.litter_of(name) is not None
+      if name and not is_ours:
         others.append(name)
     return sorted(others)
 
@@ -245,7 +247,10 @@ class BucketSteps:
   def _delete_litter(self) -> None:
     """Deletes the steps that the lock lists as unfinished; a step that it lacks is set aside."""
     _, folders = self._bucket.browse(f'{FOLDER}/')
-    names = [folder.split('/')[1] for folder in folders]
+    names = []
+    for folder in folders:
+      _, name, *_ = folder.split('/')
+      names.append(name)
     present = {int(name) for name in names if is_step(name)}
     unlisted = present - set(self.find())
     unfinished = set(self._lock.content['unfinished'])
@@ -255,7 +260,10 @@ class BucketSteps:
       self._lock.update()
       damage = f'{lock_name(None)} does not name it'
       self.set_aside(dict.fromkeys(sorted(unknown), damage))
-    litter: list[int | str] = [name for name in names if manifest.litter_of(name) is not None]
+    litter: list[int | str] = []
+    for name in names:
+      if manifest.litter_of(name) is not None:
+        litter.append(name)
     litter += sorted(unlisted)
     if litter:
       self._delete_safely(map(_folder, litter))
@@ -267,7 +275,8 @@ class BucketSteps:
       name = manifest.free(str(step), lambda name: self._bucket.objects(f'{SET_ASIDE}/{name}/'))
       source = _folder(step)
       target = f'{SET_ASIDE}/{name}/'
-      self._bucket.copy(self._bucket.objects(source), source, target)
+      objects = self._bucket.objects(source)
+      self._bucket.copy(objects, source, target)
       self._give_up([step])
       logging.warning(
         '%s is not valid: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target

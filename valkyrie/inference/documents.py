@@ -95,12 +95,15 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   """Writes a new safetensors file; raises a StorageError if it exists or cannot be written."""
   if os.path.lexists(path):
     raise StorageError(f'{path} is there already. Name another file, or delete it.')
-  leaves = {name: np.asarray(leaf) for name, leaf in _named_leaves(carry).items()}
+  leaves = {}
+  for name, leaf in _named_leaves(carry).items():
+    leaves[name] = np.asarray(leaf)
   metadata = {**origin, _CONTENT: _digest(leaves)}
   failure = write_errors(f'{path} cannot be written', 'name another file')
   with failure, owned.temporary_folder(path) as folder:
     file = folder / path.name
-    tensor_writer.write_file(file, tensor_writer.of_arrays(leaves), metadata)
+    arrays = tensor_writer.of_arrays(leaves)
+    tensor_writer.write_file(file, arrays, metadata)
     owned.move(file, path)
 
 
@@ -122,7 +125,8 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
   for name, tensor in file.tensors.items():
     arrays[name] = tensor.whole()
   digest = _digest(arrays)
-  if file.metadata.get(_CONTENT, digest) != digest:  # files of earlier versions have no digest
+  recorded_digest = file.metadata.get(_CONTENT, digest)
+  if recorded_digest != digest:  # files of earlier versions have no digest
     raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')
   leaves = []
   for name in _named_leaves(like):
@@ -130,15 +134,18 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
       leaves.append(arrays[name])
     else:
       leaves.append(jnp.asarray(arrays[name]))
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  structure = jax.tree.structure(like)
+  return jax.tree.unflatten(structure, leaves)
 
 
 def _form(reader: Reader, file: TensorFile) -> Any:
   """The shapes of the carry or document that a file with these names has, by this reader."""
   rows = 1
   position = file.tensors.get('position')
-  if position is not None and len(position.shape) == 1 and position.shape[0] < _MOST_ROWS:
-    rows = position.shape[0]
+  if position is not None and len(position.shape) == 1:
+    (positions,) = position.shape
+    if positions < _MOST_ROWS:
+      rows = positions
   carry: Any = _fresh(reader, rows)
   if 'tokens' not in file.tensors:
     return carry
@@ -146,8 +153,10 @@ def _form(reader: Reader, file: TensorFile) -> Any:
   for name in file.tensors:
     match = re.match(r'kept\.(\d{1,18})\.', name)
     if match:
-      kept[int(match[1])] = carry
-  tokens: Any = jax.ShapeDtypeStruct(file.tensors['tokens'].shape, np.int32)
+      place = int(match[1])
+      kept[place] = carry
+  shape = file.tensors['tokens'].shape
+  tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
   return Document(*carry[:3], tokens=tokens, kept=kept)
 
 
@@ -160,22 +169,25 @@ def _digest(leaves: Mapping[str, np.ndarray]) -> str:
   """SHA-256 of the names and bytes of arrays."""
   digest = hashlib.sha256()
   for name in sorted(leaves):
+    content = np.ascontiguousarray(leaves[name])
     digest.update(f'{name}\0'.encode())
-    digest.update(np.ascontiguousarray(leaves[name]).tobytes())
+    digest.update(content.tobytes())
   return digest.hexdigest()
 
 
 def check(carry: AnyCarry, reader: Reader) -> None:
   """Raises a ConfigurationError if a model of other sizes has made the carry."""
   expected = _fresh(reader, len(carry.position))
-  if _sizes(TextCarry(*carry[:3])) != _sizes(expected):
+  text_carry = TextCarry(*carry[:3])
+  if _sizes(text_carry) != _sizes(expected):
     raise ConfigurationError(
       'The carry was made by a model of other sizes. Read the text again with the run that goes on.'
     )
 
 
 def _sizes(carry: Any) -> dict[str, Any]:
-  return {name: (leaf.shape, leaf.dtype) for name, leaf in _named_leaves(carry).items()}
+  leaves = _named_leaves(carry)
+  return {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
 
 
 def _named_leaves(carry: AnyCarry) -> dict[str, Array]:

@@ -64,7 +64,8 @@ class Sampling:
     largest = jnp.max(logits, axis=-1, keepdims=True)
     logits = logits - largest  # the quotient may exceed float32
     logits = logits / max(self.temperature, _SMALLEST)
-    if self.top_k is not None and self.top_k < logits.shape[-1]:
+    vocabulary_size = logits.shape[-1]
+    if self.top_k is not None and self.top_k < vocabulary_size:
       _, likeliest = lax.top_k(logits, self.top_k)
       logits = _kept(logits, likeliest, jnp.bool(True))
     if self.top_p < 1:
@@ -74,7 +75,8 @@ class Sampling:
       least = most + jnp.log(self.min_p)
       logits = jnp.where(logits < least, -jnp.inf, logits)
     draw = jax.vmap(jax.random.categorical)
-    return draw(keys, logits).astype(jnp.int32)
+    drawn = draw(keys, logits)
+    return drawn.astype(jnp.int32)
 
   def _penalized(self, logits: Array, seen: Array) -> Array:
     """The logits with the repetition penalty on tokens that were `seen`."""
@@ -89,7 +91,8 @@ class Sampling:
     order = jnp.argsort(logits, axis=-1, descending=True)
     descending = jnp.take_along_axis(logits, order, axis=-1)
     shares = jax.nn.softmax(descending, axis=-1)
-    likelier = jnp.cumsum(shares, axis=-1) - shares  # the sum of the shares before each
+    until_each = jnp.cumsum(shares, axis=-1)
+    likelier = until_each - shares  # the sum of the shares before each
     reached = max(self.top_p * _REACHED, _SMALLEST)
     return _kept(logits, order, likelier < reached)
 
@@ -128,8 +131,11 @@ class Continuation:
 
     Raises a ConfigurationError if a stop string is empty.
     """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(string, str) and string for string in stops):
+    stops = list(stop)
+    if isinstance(stop, str):
+      stops = [stop]
+    are_texts = [isinstance(string, str) and bool(string) for string in stops]
+    if not all(are_texts):
       raise ConfigurationError(
         f'stop={stop!r} has an empty string. Use strings of one letter or more.'
       )
@@ -181,7 +187,8 @@ class Continuation:
     """The new characters."""
     known = self._decoded_until(self._decoded)
     text = self._decoded_until(len(self._ids))
-    waits = len(self._ids) - self._decoded < _LONGEST_CHARACTER
+    undecoded = len(self._ids) - self._decoded
+    waits = undecoded < _LONGEST_CHARACTER
     if not last and waits and text.endswith(_UNFINISHED):
       return ''
     self._context = self._decoded
@@ -190,7 +197,8 @@ class Continuation:
 
   def _decoded_until(self, end: int) -> str:
     """The text of the context and the tokens after it up to `end`."""
-    return self._vocabulary.decode([*self._begin, *self._ids[self._context : end]])
+    ids = self._ids[self._context : end]
+    return self._vocabulary.decode([*self._begin, *ids])
 
   def _certain(self, characters: str, last: bool) -> str:
     """Holds new characters; returns the part that cannot be the beginning of a stop string."""
@@ -198,7 +206,8 @@ class Continuation:
     places = [self._held.find(stop) for stop in self._stop]
     stops = [place for place in places if place >= 0]
     if stops:
-      certain = self._held[: min(stops)]
+      first_stop = min(stops)
+      certain = self._held[:first_stop]
       self._held = ''
       self.ended = STOP
     else:

@@ -53,9 +53,12 @@ class HarnessModel(LM):
       raise ConfigurationError(
         f'--model_args has {unknown[0]}. Use model_dir, step, batch_size and allow_import.'
       )
-    if not str(batch_size).isdecimal() or int(batch_size) < 1:
+    is_count = str(batch_size).isdecimal() and int(batch_size) > 0
+    if not is_count:
       raise ConfigurationError(f'--batch_size is {batch_size}. Use a number of 1 or more.')
-    packages = [allow_import] if isinstance(allow_import, str) else allow_import
+    packages = allow_import
+    if isinstance(allow_import, str):
+      packages = [allow_import]
     self._run = load(model_dir, step, allow_import=packages)
     self._batch_size = int(batch_size)
     self._longest = self._run.model.about.max_context
@@ -70,7 +73,8 @@ class HarnessModel(LM):
     rows = [self._split(*request.args) for request in requests]
     by_context: dict[bytes, list[int]] = defaultdict(list)
     for number, (context, _) in enumerate(rows):
-      by_context[context.tobytes()].append(number)
+      same_context = by_context[context.tobytes()]
+      same_context.append(number)
     answers: dict[int, tuple[float, bool]] = {}
     longest_first = sorted(by_context, key=len, reverse=True)
     for contexts in batches(longest_first, self._batch_size):
@@ -78,7 +82,8 @@ class HarnessModel(LM):
       context_carry = self._run.read(tokens)
       continuations = []  # (row of the context, number of the request)
       for row, context in enumerate(contexts):
-        continuations += [(row, number) for number in by_context[context]]
+        for number in by_context[context]:
+          continuations.append((row, number))
       for batch in batches(continuations, self._batch_size):
         context_rows, numbers = zip(*batch, strict=True)
         carry = self._run.rows(context_carry, context_rows)
@@ -117,16 +122,20 @@ class HarnessModel(LM):
     """
     by_settings: dict[str, list[int]] = defaultdict(list)
     for number, request in enumerate(requests):
-      settings = json.dumps(request.args[1], sort_keys=True)
+      given = request.args[1]
+      settings = json.dumps(given, sort_keys=True)
       by_settings[settings].append(number)
     texts: dict[int, str] = {}
     for settings, numbers in by_settings.items():
       options = _generation(json.loads(settings))
-      texts_of_contexts = {number: requests[number].args[0] for number in numbers}
+      texts_of_contexts = {}
+      for number in numbers:
+        texts_of_contexts[number] = requests[number].args[0]
       numbers.sort(key=lambda number: -len(texts_of_contexts[number]))
       contexts = []
       for number in numbers:
-        context = self._shortened(texts_of_contexts[number], options['max_tokens'])
+        text = texts_of_contexts[number]
+        context = self._shortened(text, options['max_tokens'])
         contexts.append(context)
       continuations = self._run.generate(contexts, batch_size=self._batch_size, **options)
       for number, continuation in zip(numbers, continuations, strict=True):
@@ -136,10 +145,12 @@ class HarnessModel(LM):
   def _split(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the whole text, split at the first token that the continuation changes."""
     whole = self._run.tokenizer.begun(context + continuation)
-    context_alone = self._run.tokenizer.begun(context.rstrip())  # a space belongs to the next word
+    before_space = context.rstrip()  # a space belongs to the next word
+    context_alone = self._run.tokenizer.begun(before_space)
     size = min(len(context_alone), len(whole))
     is_equal = context_alone[:size] == whole[:size]
-    split = int(np.append(is_equal, False).argmin())
+    is_equal_or_end = np.append(is_equal, False)
+    split = int(is_equal_or_end.argmin())
     begin = 0
     if self._longest is not None:
       begin = max(0, len(whole) - self._longest)
@@ -155,17 +166,20 @@ class HarnessModel(LM):
   def _shortened(self, context: str, max_tokens: int) -> np.ndarray:
     """The last tokens of a context, so that the continuation fits in the model."""
     tokens = self._run.tokenizer.begun(context)
-    if self._longest is None or len(tokens) + max_tokens <= self._longest:
+    longest = self._longest
+    if longest is None or len(tokens) + max_tokens <= longest:
       return tokens
     self._cut += 1
-    return tokens[-max(1, self._longest - max_tokens) :]
+    kept = max(1, longest - max_tokens)
+    return tokens[-kept:]
 
   def _sum(self, log_probs: np.ndarray) -> float:
     """The sum of log-probabilities, where a NaN counts as a uniform guess."""
     is_guess = np.isnan(log_probs)
-    known = float(log_probs[~is_guess].sum(dtype=np.float64))
+    known = log_probs[~is_guess].sum(dtype=np.float64)
     guess = math.log(self._run.model.about.vocabulary_size)
-    return known - int(is_guess.sum()) * guess
+    guesses = int(is_guess.sum())
+    return float(known) - guesses * guess
 
   def _answered(self, kind: str, requests: Sequence[Any], answers: Mapping[int, Any]) -> list:
     """The answers by number as a list; the harness's cache (`--use_cache`) gets them, too."""
@@ -204,7 +218,8 @@ def _windows(request: int, ids: np.ndarray, longest: int | None, bos: int) -> It
   yield _Window(request, new, ids[:end])
   most_new = max(size - 1, 1)
   while end < len(ids):
-    new = min(most_new, len(ids) - end)
+    left = len(ids) - end
+    new = min(most_new, left)
     end += new
     begin = max(0, end - size)
     yield _Window(request, new, ids[begin:end])
@@ -214,21 +229,26 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   """The arguments of `LoadedModel.generate`; raises ConfigurationError for an unknown setting."""
   settings = {name: value for name, value in settings.items() if value is not None}
   until = settings.pop('until', ())
-  limits = [settings.pop(name) for name in _LIMITS if name in settings]
+  limits = []
+  for name in _LIMITS:
+    if name in settings:
+      limits.append(settings.pop(name))
   limits.append(_MAX_TOKENS)
   # As in the models of the harness, a temperature without do_sample samples.
-  samples = settings.pop('do_sample', settings.get('temperature', 0) > 0)
+  has_temperature = settings.get('temperature', 0) > 0
+  samples = settings.pop('do_sample', has_temperature)
   beams = settings.pop('num_beams', 1)
   if beams != 1:
     raise ConfigurationError(f'num_beams={beams}, but there is no beam search. Use num_beams=1.')
   unknown = [name for name in settings if name not in _SAMPLING]
   if unknown:
+    known = ', '.join((*_LIMITS, *_SAMPLING))
     raise ConfigurationError(
-      f'{unknown[0]} is not a setting of the generation. Use until, do_sample, num_beams, '
-      f'{", ".join((*_LIMITS, *_SAMPLING))}.'
+      f'{unknown[0]} is not a setting of the generation. Use until, do_sample, num_beams, {known}.'
     )
   if samples:
     settings.setdefault('temperature', 1.0)
   else:
     settings['temperature'] = 0.0
-  return {'stop': until or (), 'max_tokens': limits[0], 'sampling': Sampling(**settings)}
+  sampling = Sampling(**settings)
+  return {'stop': until or (), 'max_tokens': limits[0], 'sampling': sampling}

@@ -103,9 +103,10 @@ class Reader:
 
   def fresh(self, rows: int) -> TextCarry:
     """Rows before their first token."""
-    width = self.model.about.width
-    hidden = jnp.zeros((rows, width), self.model.about.compute_dtype)
-    carry = TextCarry(self.model.initial_carry(rows), jnp.zeros(rows, jnp.int32), hidden)
+    about = self.model.about
+    hidden = jnp.zeros((rows, about.width), about.compute_dtype)
+    position = jnp.zeros(rows, jnp.int32)
+    carry = TextCarry(self.model.initial_carry(rows), position, hidden)
     return jax.tree.map(jnp.copy, carry)  # no buffer twice, for the calls that overwrite them
 
   def read(
@@ -143,7 +144,8 @@ class Reader:
 
   def score(self, params: Params, carry: TextCarry, rows: Sequence[np.ndarray]) -> list[TextScore]:
     """Like `read`, but returns the scores of the tokens of each row."""
-    without_context = (np.asarray(carry.position) == 0).astype(int)  # tokens of each row
+    is_fresh = np.asarray(carry.position) == 0
+    without_context = is_fresh.astype(int)  # tokens of each row
     log_prob_parts = [np.zeros((len(rows), 0), np.float32)]
     greedy_parts = [np.zeros((len(rows), 0), bool)]
     for tokens, lengths in self.chunks(carry, rows):
@@ -158,7 +160,8 @@ class Reader:
       log_probs = all_log_probs[number, :length]
       greedy = all_greedy[number, :length]
       first = without_context[number]
-      check_finite(np.isfinite(log_probs[first:]))
+      with_context = log_probs[first:]
+      check_finite(np.isfinite(with_context))
       log_probs[:first] = np.nan
       score = TextScore(row, log_probs, greedy)
       scores.append(score)
@@ -169,7 +172,8 @@ class Reader:
     lengths = np.array([len(row) for row in rows])
     if not lengths.all():
       raise UsageError('A text is empty, and has no features. Leave it out.')
-    sums = np.zeros((len(rows), self.model.about.width))
+    width = self.model.about.width
+    sums = np.zeros((len(rows), width))
     for tokens, real_tokens in self.chunks(carry, rows):
       features, carry = self.show(params, carry, tokens, real_tokens, ())
       places = np.arange(tokens.shape[1])
@@ -199,14 +203,16 @@ class Reader:
     """
     seen = np.zeros((), bool)
     if sampling.repetition_penalty != 1:
-      seen = np.zeros((len(texts), self.model.about.vocabulary_size), bool)
+      shape = (len(texts), self.model.about.vocabulary_size)
+      seen = np.zeros(shape, bool)
       for row, text in enumerate(texts):
         seen[row, text] = True
     seen = jnp.asarray(seen)
     key = jax.random.key(seed)
     keys = jnp.repeat(key, len(numbers))
     fold_in = jax.vmap(jax.random.fold_in)
-    for number in np.asarray(numbers, np.uint32).T:
+    numbers_by_kind = np.asarray(numbers, np.uint32).T
+    for number in numbers_by_kind:
       keys = fold_in(keys, number)
     pending = []
     for _ in range(count):
@@ -232,7 +238,8 @@ class Reader:
     if seen.ndim:
       rows = jnp.arange(len(tokens))
       seen = seen.at[rows, tokens].set(True)
-    next_carry = self._advance(params, carry, tokens[:, None], jnp.ones_like(tokens))
+    one_token = jnp.ones_like(tokens)
+    next_carry = self._advance(params, carry, tokens[:, None], one_token)
     return tokens, next_carry, seen
 
   def _advance(
@@ -278,7 +285,8 @@ class Reader:
       masks=masks,
     )
     last = jnp.maximum(lengths - 1, 0)
-    last_hidden = jnp.take_along_axis(features.hidden, last[:, None, None], axis=1)
+    last_place = last[:, None, None]
+    last_hidden = jnp.take_along_axis(features.hidden, last_place, axis=1)
     has_tokens = lengths[:, None] > 0
     hidden = jnp.where(has_tokens, last_hidden[:, 0], carry.hidden)
     next_position = position_of(carry.position + lengths)
@@ -290,7 +298,8 @@ class Reader:
     features, next_carry = self.apply(params, carry, tokens, lengths)
     hidden = predicting_hidden(carry, features)
     size = self.model.about.vocabulary_size
-    scores = token_scores(Features(hidden, features.unembedding), tokens, size)
+    predicting = Features(hidden, features.unembedding)
+    scores = token_scores(predicting, tokens, size)
     return (-scores.loss, scores.right), next_carry
 
   def _predicted(
@@ -310,12 +319,14 @@ class Reader:
     """
     lengths = np.array([len(row) for row in rows])
     ends = np.asarray(carry.position) + lengths
-    self.check_length(int(ends.max(initial=0)))
+    last_end = int(ends.max(initial=0))
+    self.check_length(last_end)
     longest = int(lengths.max(initial=0))
     for start in range(0, longest, self.chunk_size):
       if self.progress is not None:
         self.progress(begin + start, begin + longest)
-      real_tokens = np.clip(lengths - start, 0, self.chunk_size).astype(np.int32)
+      left = lengths - start
+      real_tokens = np.clip(left, 0, self.chunk_size).astype(np.int32)
       most = int(real_tokens.max())
       power_of_two = 1 << (most - 1).bit_length()
       size = max(_SMALLEST, power_of_two)
@@ -323,7 +334,9 @@ class Reader:
       tokens = np.zeros((len(rows), size), np.int32)
       for row, text in enumerate(rows):
         count = real_tokens[row]
-        tokens[row, :count] = text[start : start + count]
+        end = start + count
+        tokens[row, :count] = text[start:end]
       yield tokens, real_tokens
     if self.progress is not None:
-      self.progress(begin + longest, begin + longest)
+      end = begin + longest
+      self.progress(end, end)

@@ -41,7 +41,9 @@ class TextRows:
       ConfigurationError: there are tokens that the model does not have.
     """
     begins = carry is None or not np.any(carry.position)
-    several = [texts] if isinstance(texts, str | np.ndarray) else texts
+    several = texts
+    if isinstance(texts, str | np.ndarray):
+      several = [texts]
     return [self.tokens_of(text, begins) for text in several]
 
   def tokens_of(self, text: Text, begins: bool) -> np.ndarray:
@@ -53,13 +55,15 @@ class TextRows:
       found = codec.begun(text) if begins else following(codec.ids, ANY_TEXT, text)
     else:
       found = np.asarray(text)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in 'iu'):
+    are_integers = not found.size or found.dtype.kind in 'iu'
+    if found.ndim != 1 or not are_integers:
       raise ConfigurationError(
         f'A text is an array {list(found.shape)} of {found.dtype}. Pass strings, or one row '
         'of integers for each text.'
       )
-    if found.size and not 0 <= found.min() <= found.max() < size:
-      wrong = found[(found < 0) | (found >= size)][0]  # jax would clamp, fill or wrap it
+    is_unknown = (found < 0) | (found >= size)  # jax would clamp, fill or wrap it
+    if is_unknown.any():
+      wrong = found[is_unknown][0]
       raise ConfigurationError(
         f'A text has the token {wrong}, but the model has the tokens 0 to {size - 1:,}. Encode the '
         'text with the tokenizer of this run.'

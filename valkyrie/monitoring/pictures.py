@@ -89,13 +89,16 @@ def write_loss_by_position(
     for position, _ in curve:
       last = max(last, position)
   canvas, *parts = _canvas(9.6, 5.4, 2)
-  for axes, first in zip(parts, (1, min(_WITH_CONTEXT, last)), strict=True):
+  first_with_context = min(_WITH_CONTEXT, last)
+  for axes, first in zip(parts, (1, first_with_context), strict=True):
     axes.set_xscale('log', base=2)
     for color, (label, curve) in zip(itertools.cycle(COLORS), points.items()):
-      shown = np.reshape([point for point in curve if point[0] >= first], (-1, 2))
+      shown_points = [point for point in curve if point[0] >= first]
+      shown = np.reshape(shown_points, (-1, 2))
       axes.plot(*shown.T, 'o-', color=color, lw=3, label=label)
     low, high = axes.get_ylim()
-    room = max(0, _LEAST - (high - low)) / 2
+    missing = max(0, _LEAST - (high - low))
+    room = missing / 2
     axes.set_ylim(low - room, high + room)
     axes.xaxis.set_major_formatter('{x:.0f}')
     axes.grid(axis='y', color='#dddddd')
@@ -106,14 +109,16 @@ def write_loss_by_position(
   if name:
     stem += f'_{name}'
   _write_png(model_dir / f'{stem}.png', canvas)
-  return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+  pixels = np.asarray(canvas.buffer_rgba())
+  return pixels[..., :3].copy()
 
 
 def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
   """(P, loss) for each bin, from position P on, whose loss `can_be_drawn`."""
   points = []
   for name, loss in metrics.items():
-    if re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name) and can_be_drawn(loss):
+    is_bin = re.fullmatch(rf'{BY_POSITION}[1-9]\d{{,17}}', name)
+    if is_bin and can_be_drawn(loss):
       position = int(name.removeprefix(BY_POSITION))
       points.append((position, loss))
   return sorted(points)
@@ -121,7 +126,8 @@ def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 def can_be_drawn(value: Any) -> bool:
   """Whether a value of a file is a number that a float32 could have, so that no axis overflows."""
-  return isinstance(value, int | float) and abs(value) < _LARGEST
+  is_number = isinstance(value, int | float)
+  return is_number and abs(value) < _LARGEST
 
 
 @_drawn_anyhow
@@ -137,18 +143,25 @@ def write_heat_map(
   A panel has scores from 0 to 1, [rows, columns]; NaN leaves a cell empty. Rows are named from top
   to bottom. Raises a StorageError if the picture cannot be written.
   """
-  width = max(6.0, 1.5 + len(panels) * (0.92 * len(columns) + 0.3))  # room for the title
-  canvas, *every = _canvas(width, 1.3 + 0.44 * len(rows), len(panels))
+  panel_width = 0.92 * len(columns) + 0.3
+  width = max(6.0, 1.5 + len(panels) * panel_width)  # room for the title
+  height = 1.3 + 0.44 * len(rows)
+  canvas, *every = _canvas(width, height, len(panels))
   canvas.figure.suptitle(title, parse_math=False)
   for axes, (name, scores) in zip(every, panels.items(), strict=True):
     axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
     for (y, x), score in np.ndenumerate(scores):
       if not np.isnan(score):
-        ink = 'white' if score > 0.5 else 'black'
+        ink = 'black'
+        if score > 0.5:
+          ink = 'white'
         axes.text(x, y, f'{score:.0%}', color=ink, ha='center', va='center')
     axes.set_title(name, parse_math=False)
     axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows if axes is every[0] else [''] * len(rows))
+    row_names = [''] * len(rows)
+    if axes is every[0]:
+      row_names = rows
+    axes.set_yticks(range(len(rows)), row_names)
   _write_png(path, canvas)
 
 
@@ -156,9 +169,11 @@ def write_heat_map(
 def write_spikes(path: pathlib.Path, sizes: np.ndarray, x_name: str, y_name: str) -> None:
   """Draws many sizes [N] over their places to a .png file, the largest of each pixel."""
   canvas, axes = _canvas(9.6, 3.2, 1)
-  parts = np.array_split(sizes, min(len(sizes), 900))
+  part_count = min(len(sizes), 900)
+  parts = np.array_split(sizes, part_count)
   ends = np.cumsum([len(part) for part in parts])
-  axes.vlines(ends, 0, [part.max(initial=0) for part in parts], color=COLORS[0], lw=1)
+  largest = [part.max(initial=0) for part in parts]
+  axes.vlines(ends, 0, largest, color=COLORS[0], lw=1)
   axes.set_xlabel(x_name)
   axes.set_ylabel(y_name)
   _write_png(path, canvas)
@@ -178,11 +193,16 @@ def figure(
   canvas, axes = _canvas(5.6, 3.2)
   legend = []
   for number, curve in drawn:
-    xs, ys = zip(*_thinned(curve.points), strict=True)
+    points = _thinned(curve.points)
+    xs, ys = zip(*points, strict=True)
     color = COLORS[number % len(COLORS)]
     dashes = _DASHES[number // len(COLORS) % len(_DASHES)]
-    axes.plot(xs, ys, dashes, color=color, lw=2, marker='o' if len(xs) == 1 else '')
-    name = f'{html.escape(curve.name)} {short(curve.points[-1][1])}'
+    marker = ''
+    if len(points) == 1:
+      marker = 'o'
+    axes.plot(xs, ys, dashes, color=color, lw=2, marker=marker)
+    _, last_y = curve.points[-1]
+    name = f'{html.escape(curve.name)} {short(last_y)}'
     legend.append(f'<span style="color: {color}">{name}</span>')
   if logarithmic == 'x':
     axes.set_xscale('log', base=2)
@@ -202,8 +222,9 @@ def figure(
   caption = f'<strong>{title}</strong>'
   if y_name:
     caption += f', {html.escape(y_name)}'
+  listed = ', '.join(legend)
   return (
-    f'<figure>\n<figcaption>{caption}: at the end {", ".join(legend)}'
+    f'<figure>\n<figcaption>{caption}: at the end {listed}'
     f'</figcaption>\n<img alt="{title}" src="data:image/svg+xml;base64,{picture}">\n</figure>'
   )
 
@@ -220,7 +241,9 @@ def _canvas(width: float, height: float, panels: int = 1) -> list[Any]:
   from matplotlib.figure import Figure  # noqa: PLC0415
 
   drawing = Figure((width, height), dpi=_DPI, layout='constrained')
-  return [FigureCanvasAgg(drawing), *drawing.subplots(1, panels, squeeze=False)[0]]
+  canvas = FigureCanvasAgg(drawing)
+  (row,) = drawing.subplots(1, panels, squeeze=False)
+  return [canvas, *row]
 
 
 def short(value: float) -> str:
@@ -239,6 +262,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
   for first in range(0, len(points), size):
     group = points[first : first + size]
     last_x, _ = group[-1]
-    mean_y = sum(y for _, y in group) / len(group)
+    sum_y = sum(y for _, y in group)
+    mean_y = sum_y / len(group)
     means.append((last_x, mean_y))
   return means

@@ -66,8 +66,10 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     if file.exists():
       about, _, _ = foreign.content(file).decode().partition(' in ')
   with storage_errors(f'{folder} cannot be read', advice, also=(ValueError,)):
-    tokenizer = tuple(map(foreign.content, sorted(folder.glob(f'{TOKENIZER}.*'))))
-    data = tuple(map(foreign.content, folder.glob('eval/data.json')))
+    tokenizer_files = sorted(folder.glob(f'{TOKENIZER}.*'))
+    data_files = folder.glob('eval/data.json')
+    tokenizer = tuple(map(foreign.content, tokenizer_files))
+    data = tuple(map(foreign.content, data_files))
   lines = _with_costs(lines)
   evaluations = _located(evaluations, lines)
   name = folder.resolve().name
@@ -83,7 +85,8 @@ def _with_costs(lines: list[Line]) -> list[Line]:
   with_costs = []
   for line in lines:
     numbers = {name: value for name, value in line.items() if can_be_drawn(value)}
-    seconds += numbers.get('step_seconds', 0.0) * (line['step'] - step)
+    steps = line['step'] - step
+    seconds += numbers.get('step_seconds', 0.0) * steps
     step = line['step']
     speed = numbers.get('tokens_per_second_per_device')
     rate = numbers.get('tflops_per_second_per_device')
@@ -98,8 +101,15 @@ def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
   """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
   found = evaluations
   for axis, _ in COSTS:
-    known = [(line['step'], line[axis]) for line in lines if can_be_drawn(line.get(axis))]
+    known = []
+    for line in lines:
+      if can_be_drawn(line.get(axis)):
+        known.append((line['step'], line[axis]))
     steps, values = zip((0, 0.0), *known, strict=True)
     if known:
-      found = [{**line, axis: float(np.interp(line['step'], steps, values))} for line in found]
+      with_axis = []
+      for line in found:
+        value = np.interp(line['step'], steps, values)
+        with_axis.append({**line, axis: float(value)})
+      found = with_axis
   return found

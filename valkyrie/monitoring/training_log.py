@@ -77,8 +77,11 @@ class TrainingLog:
   def call_hooks(self, hooks: Iterable[Hook], step: int, state: Any, metrics: Any) -> None:
     """Calls hooks, and adds their numbers and texts to the next line, as 'hooks/NAME'."""
     for hook in hooks:
-      pauses = getattr(hook, 'pauses', lambda step: False)(step)
-      with self.untimed() if pauses else contextlib.nullcontext():
+      pauses_at = getattr(hook, 'pauses', None)
+      timing = contextlib.nullcontext()
+      if pauses_at is not None and pauses_at(step):
+        timing = self.untimed()
+      with timing:
         values = hook(step, state, metrics)
       if values is not None:
         noted, refused = hook_values.read_values(values)
@@ -90,7 +93,8 @@ class TrainingLog:
     """Says which results of a hook cannot be logged, each once."""
     for text in refused:
       line = f'warning: the hook {type(hook).__name__} returned {text}'
-      if line not in self._said and len(self._said) < _MOST_SAID:
+      is_new = line not in self._said
+      if is_new and len(self._said) < _MOST_SAID:
         self._said.add(line)
         self.say(line)
 
@@ -99,7 +103,9 @@ class TrainingLog:
     time_now = time.perf_counter()
     if self._since is not None:
       self._seconds += time_now - self._since
-    self._since = time_now if runs else None
+    self._since = None
+    if runs:
+      self._since = time_now
 
   def _read_clock(self) -> None:
     """Reads the clock at the end of the last step.
@@ -133,7 +139,8 @@ class TrainingLog:
       return
     step, metrics = running
     self._steps.append(metrics)
-    if step % self.every == 0 or step == self.total_steps:
+    is_last = step == self.total_steps
+    if is_last or step % self.every == 0:
       self._write(step)
     self.check(step, metrics)
 
@@ -145,7 +152,8 @@ class TrainingLog:
     scalars: dict[str, Any] = {'tokens': self.reading.tokens(step)}
     scalars |= self.reading.progress(step)
     scalars |= self._losses(steps)
-    scalars['goodput'] = self._all_seconds / (time.perf_counter() - self.began)
+    seconds_since_start = time.perf_counter() - self.began
+    scalars['goodput'] = self._all_seconds / seconds_since_start
     scalars['phase'] = self.reading.curriculum.index(step - 1)
     scalars['skipped'] = int(steps[-1].skipped)
     scalars['host_memory_peak'] = memory.host_peak()
@@ -155,7 +163,10 @@ class TrainingLog:
     self._timed = []
     scalars |= self._noted
     self.writer.write_scalars(step, scalars)
-    texts = {name: value for name, value in self._noted.items() if isinstance(value, str)}
+    texts = {}
+    for name, value in self._noted.items():
+      if isinstance(value, str):
+        texts[name] = value
     if texts:
       self.writer.write_texts(step, texts)
     self._noted = {}
@@ -164,11 +175,13 @@ class TrainingLog:
     """The losses of steps, and gradients and rates of the last one."""
 
     def total(name: str) -> float:  # in float64: float32 counts only to 2^24
-      return sum(float(getattr(step.sums, name)) for step in steps)
+      values = [float(getattr(step.sums, name)) for step in steps]
+      return sum(values)
 
     last = steps[-1]
     weight = total('weight')
-    metrics = text_metrics(total('followed'), weight, self.reading.feed.tokens_per_byte)
+    tokens_per_byte = self.reading.feed.tokens_per_byte
+    metrics = text_metrics(total('followed'), weight, tokens_per_byte)
     if last.sums.loss is None:  # the objective predicts no tokens, so its value is not a loss
       metrics = {'objective': metrics['loss'], 'targets': metrics['targets']}
     metrics['grad_norm'] = float(last.grad_norm)
@@ -176,8 +189,8 @@ class TrainingLog:
       metrics[f'grad_norm/{part}'] = float(norm)
     metrics['learning_rate'] = float(last.learning_rate)
     for name in last.sums.terms:
-      value = sum(float(step.sums.terms[name]) for step in steps)
-      metrics[f'terms/{name}'] = value / max(weight, 1.0)
+      values = [float(step.sums.terms[name]) for step in steps]
+      metrics[f'terms/{name}'] = sum(values) / max(weight, 1.0)
     metrics['beyond_window'] = total('beyond_window') / max(weight, 1.0)
     return metrics
 
@@ -185,9 +198,12 @@ class TrainingLog:
     """The speed of the steps since the last line; {} if it is unknown."""
     if not self._timed or self._seconds <= 0:
       return {}
-    tokens = self.reading.tokens
+    tokens_until = self.reading.tokens
+    tokens = 0
+    for number in self._timed:
+      tokens += tokens_until(number) - tokens_until(number - 1)
     return speed_metrics(
-      tokens=sum(tokens(number) - tokens(number - 1) for number in self._timed),
+      tokens=tokens,
       steps=len(self._timed),
       seconds=self._seconds,
       devices=self.setup.partitioner.mesh.size,

@@ -54,18 +54,22 @@ class Needles:
     for number, key in enumerate(keys):
       is_asked = number in asked
       for value in values[number]:
-        needle = _Needle(self._sentence(key, value), is_asked)
-        needles.append(needle)
+        sentence = self._sentence(key, value)
+        needles.append(_Needle(sentence, is_asked))
     asked_keys = []
     answers = []
     for number in asked:
       asked_keys.append(keys[number])
       answers += values[number]
-    shuffled = [needles[number] for number in random.permutation(len(needles))]
-    separator = ' ' if self.haystack == 'essay' else '\n'
+    order_of_needles = random.permutation(len(needles))
+    shuffled = [needles[number] for number in order_of_needles]
+    separator = '\n'
+    if self.haystack == 'essay':
+      separator = ' '
     context = separator.join(self._context(order, shuffled))
     question = Question(self._question(asked_keys), answers)
-    return Problem(f'{self._instructions()}\n{context}', [question])
+    text = f'{self._instructions()}\n{context}'
+    return Problem(text, [question])
 
   @property
   def has_one_answer(self) -> bool:
@@ -87,7 +91,8 @@ class Needles:
     *others, last = keys
     query = last
     if others:
-      query = f'{", ".join(others)}, and {last}'
+      listed = ', '.join(others)
+      query = f'{listed}, and {last}'
     if self.has_one_answer:
       kind = self.value.removesuffix('s')
       what_are = 'What is'
@@ -121,7 +126,10 @@ class Needles:
       return problem.filler(order)
     keys = _symbols(order.random, self.key, order.units)
     values = _symbols(order.random, self.value, order.units)
-    return [self._sentence(key, value) for key, value in zip(keys, values, strict=True)]
+    sentences = []
+    for key, value in zip(keys, values, strict=True):
+      sentences.append(self._sentence(key, value))
+    return sentences
 
 
 class _Needle(NamedTuple):
@@ -137,7 +145,8 @@ def variable_tracking(order: Order) -> Problem:
   example, example_question = _tracking(random, 3, '12345', 5)
   value = str(random.integers(10000, 99999))
   text, question = _tracking(random, 5, value, order.units)
-  solved = f'{example}{example_question.text} {" ".join(example_question.answers)}\n'
+  answers = ' '.join(example_question.answers)
+  solved = f'{example}{example_question.text} {answers}\n'
   return Problem(solved + text, [question])
 
 
@@ -147,12 +156,15 @@ def _tracking(
   """(A text with a chain of variables in so many units of noise, the question about it)."""
   names: list[str] = []
   while len(names) < _TRACKED:
-    name = ''.join(random.choice([*string.ascii_uppercase], letters))
+    drawn = random.choice([*string.ascii_uppercase], letters)
+    name = ''.join(drawn)
     if name not in names:
       names.append(name)
   chain = [f'VAR {names[0]} = {value}']
-  chain += [f'VAR {name} = VAR {before}' for before, name in itertools.pairwise(names)]
-  lines = '\n'.join(problem.inserted(random, [NOISE] * units, chain))
+  for before, name in itertools.pairwise(names):
+    chain.append(f'VAR {name} = VAR {before}')
+  noise = [NOISE] * units
+  lines = '\n'.join(problem.inserted(random, noise, chain))
   text = (
     'Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n'
     f'{lines}'
@@ -175,7 +187,8 @@ def common_words(order: Order) -> Problem:
     example, example_question = _word_list(random, 10, often=10, seldom=3)
     text, question = _word_list(random, order.units, often=30, seldom=3)
   answers = _numbered(example_question.answers)
-  return Problem(f'{example}{example_question.text} {answers}\n{text}', [question])
+  solved = f'{example}{example_question.text} {answers}\n'
+  return Problem(solved + text, [question])
 
 
 def _word_list(
@@ -184,9 +197,11 @@ def _word_list(
   """(Ten words `often` times and others `seldom` times, in random order; the question)."""
   words = problem.words(random, _COMMON + others)
   common = words[:_COMMON]
-  listed = common * often + words[_COMMON:] * seldom
+  rare = words[_COMMON:]
+  listed = common * often + rare * seldom
   order = random.permutation(len(listed))
-  lines = _numbered([listed[place] for place in order])
+  shuffled = [listed[place] for place in order]
+  lines = _numbered(shuffled)
   text = (
     'Below is a numbered list of words. In these words, some appear more often than others. '
     f'Memorize the ones that appear most often.\n{lines}'
@@ -200,7 +215,8 @@ def _word_list(
 
 def _numbered(words: Sequence[str]) -> str:
   """'1. WORD 2. WORD'."""
-  return ' '.join(f'{number}. {word}' for number, word in enumerate(words, 1))
+  numbered = [f'{number}. {word}' for number, word in enumerate(words, 1)]
+  return ' '.join(numbered)
 
 
 def pairs(order: Order, count: int) -> Problem:
@@ -215,11 +231,13 @@ def pairs(order: Order, count: int) -> Problem:
   questions = []
   for key, value in zip(keys, values, strict=True):
     facts.append(f'{key}={value}.')
-    questions.append(Question(f'\n{key}=', [value]))
+    question = Question(f'\n{key}=', [value])
+    questions.append(question)
   noise = [NOISE] * order.units
   depth = order.depth or 0.0
   place = round(depth * order.units)
-  lines = problem.placed(noise, [' '.join(facts)], [place])
+  sentence = ' '.join(facts)
+  lines = problem.placed(noise, [sentence], [place])
   return Problem('\n'.join(lines), questions)
 
 
