@@ -160,7 +160,9 @@ def _parser() -> _Parser:
   parser.add_argument('--version', action='version', version=f'valkyrie {__version__}')
   rows = re.findall(r'^(--\S+)(?: (\S+))?  (.*(?:\n  .*)*)', _FLAGS, re.MULTILINE)
   for flag, value, text in rows:
-    named = {'metavar': value} if value else {}
+    named = {}
+    if value:
+      named = {'metavar': value}
     parser.add_argument(flag, help=text, **named, **_PARSED_AS.get(flag, {}))
   return parser
 
@@ -179,7 +181,10 @@ def _check(flags: argparse.Namespace) -> None:
     raise UsageError('--follow reads every step in one process: remove --step and --processes')
   if flags.run_mode == 'export' and flags.output is None:
     raise UsageError('--run_mode=export needs --output=FOLDER')
-  asked = [n for n in ('prompt', 'prompts', 'messages') if getattr(flags, n) is not None]
+  asked = []
+  for name in ('prompt', 'prompts', 'messages'):
+    if getattr(flags, name) is not None:
+      asked.append(name)
   if len(asked) > 1:
     raise UsageError(f'--{" and --".join(asked)} exclude each other: pass only one')
   if flags.processes is None and (flags.process is not None or flags.coordinator is not None):

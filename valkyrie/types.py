@@ -170,7 +170,8 @@ class TaskFeed(Protocol):
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
   """{`leaf_path`: leaf} of a pytree."""
-  return {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+  return {leaf_path(path): leaf for path, leaf in leaves}
 
 
 def leaf_path(key_path: Sequence[Any]) -> str:

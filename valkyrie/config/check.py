@@ -48,7 +48,10 @@ def check_macros(bindings: Sequence[parse.Statement], effective: Effective) -> N
   macros = parse.macros_of(effective.values())
   values = [item.parsed.value for item in bindings]
   used = parse.macros_in(values, {})
-  in_force = [item.parsed.value for item in effective.values() if not item.is_macro]
+  in_force = []
+  for item in effective.values():
+    if not item.is_macro:
+      in_force.append(item.parsed.value)
   read = parse.macros_in(in_force, macros)
   defined: set[str] = set()
   for item in bindings:

@@ -63,12 +63,19 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
         referrers[name].add(reference.binding)
   # A binding that is left out may be the last one that refers to a further part.
   while True:
-    more = {name for name, names in referrers.items() if names and names <= left_out}
+    more = set()
+    for name, names in referrers.items():
+      if names and names <= left_out:
+        more.add(name)
     more -= left_out
     left_out |= more
     if not more:
       break
-  return {name: value for name, value in bindings.items() if name not in left_out}
+  kept = {}
+  for name, value in bindings.items():
+    if name not in left_out:
+      kept[name] = value
+  return kept
 
 
 def reached(bindings: Mapping[str, Any], roots: Collection[str]) -> set[str]:
@@ -138,7 +145,9 @@ def default_references() -> dict[str, list[str]]:
     for name, parameter in parameters_of(configurable.wrapped).items():
       references = []
       for leaf in leaves(parameter.default):
-        part = gin_config._inverse_lookup(leaf) if isinstance(leaf, Hashable) else None
+        part = None
+        if isinstance(leaf, Hashable):
+          part = gin_config._inverse_lookup(leaf)
         if part:
           references.append(f'@{part.selector}')
       defaults[f'{short_selector}.{name}'] = references

@@ -103,7 +103,10 @@ def macros_in(value: Any, macros: Mapping[str, Statement]) -> set[str]:
   names: set[str] = set()
   values = [value]
   while values:
-    new_names = {leaf.name for leaf in leaves(values) if isinstance(leaf, Macro)}
+    new_names = set()
+    for leaf in leaves(values):
+      if isinstance(leaf, Macro):
+        new_names.add(leaf.name)
     new_names -= names
     names |= new_names
     values = [macros[name].parsed.value for name in new_names & macros.keys()]

@@ -112,7 +112,9 @@ def _as_data(text: str) -> dict[str, Any]:
     return str(value)
 
   imports = [item.parsed.format() for item in statements if item.is_import]
-  plain_macros = {name: plain(item.parsed.value) for name, item in macros.items()}
+  plain_macros = {}
+  for name, item in macros.items():
+    plain_macros[name] = plain(item.parsed.value)
   texts = {}
   plain_bindings = {}
   for item in bound:

@@ -48,7 +48,9 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
           f'@{part}/{statement.parsed.selector}.{did_you_mean(part, known)} The scopes are '
           f'{", ".join(sorted(known)) or "none"}.'
         )
-    reach = in_force if statement.is_flag else from_files
+    reach = from_files
+    if statement.is_flag:
+      reach = in_force
     selector = find(statement.parsed.selector, statement.where).selector
     if not reach.builds(tuple(parts), selector):
       name = statement.parsed.selector

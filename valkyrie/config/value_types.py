@@ -216,7 +216,11 @@ def _expected_instance(value: Any, part: Any) -> str | None:
 
 def _name_of(part: Any) -> str:
   """The name of a type, or the names of a union, for a message."""
-  names = [getattr(kind, '__name__', 'function') for kind in _options(part) if kind is not Any]
+  names = []
+  for kind in _options(part):
+    if kind is not Any:
+      name = getattr(kind, '__name__', 'function')
+      names.append(name)
   return ' or '.join(names) or 'a part'
 
 
@@ -251,7 +255,10 @@ def _accepts_functions(part: Any) -> bool:
     return True
   if not getattr(part, '_is_protocol', False):
     return False
-  methods = {name for name, member in vars(part).items() if inspect.isfunction(member)}
+  methods = set()
+  for name, member in vars(part).items():
+    if inspect.isfunction(member):
+      methods.add(name)
   return methods <= {'__call__', '__init__', '__subclasshook__'}
 
 
@@ -290,7 +297,10 @@ def _target(reference: Reference) -> Any:
 def _accepts_arguments(method: Any, other: types.FunctionType) -> bool:
   """Whether a method can be called with all arguments of another one, `self` included."""
   parameters = inspect.signature(other).parameters.values()
-  keywords = [item.name for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY]
+  keywords = []
+  for item in parameters:
+    if item.kind is inspect.Parameter.KEYWORD_ONLY:
+      keywords.append(item.name)
   try:
     arguments = [None] * (len(parameters) - len(keywords))
     inspect.signature(method).bind(*arguments, **dict.fromkeys(keywords))

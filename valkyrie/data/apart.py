@@ -198,7 +198,10 @@ def _identities_above(path: str) -> Iterator[Identity]:
 
 def _identities_above_files(files: Any) -> Iterator[Identity]:
   """The identities of the folders above local files, also by other paths to them."""
-  folders = {os.path.dirname(file.path) for file in files.files if file.changed}
+  folders = set()
+  for file in files.files:
+    if file.changed:
+      folders.add(os.path.dirname(file.path))
   for folder in folders:
     yield from _identities_above(f'{folder}/file')
     yield from _identities_above(f'{os.path.realpath(folder)}/file')

@@ -231,7 +231,9 @@ class Mixture:
         numbers = feed.documents(row, span.place, end_of_span)
         documents.append(f'{names[span.source]} {numbers}')
       rows.append(f'row {row}: {", ".join(documents)}')
-    places = [f'{name} is {feed.store.path}' for name, feed in self.sources.items()]
+    places = []
+    for name, feed in self.sources.items():
+      places.append(f'{name} is {feed.store.path}')
     stores = ', '.join(places)
     shown_rows = '; '.join(rows)
     return f'these documents (the first of each row; {stores}): {shown_rows}'

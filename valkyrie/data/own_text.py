@@ -47,7 +47,10 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
   """
   statements = parse.read_statements(files, flags)
   macros = parse.macros_of(statements)
-  bound = {item.name: item.parsed.value for item in statements if item.is_binding}
+  bound = {}
+  for item in statements:
+    if item.is_binding:
+      bound[item.name] = item.parsed.value
 
   def value_of(name: str) -> Any:
     value, _ = parse.resolve(bound.get(name, parse.Macro(name)), macros)

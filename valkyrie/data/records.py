@@ -336,7 +336,9 @@ def _present(
   missing = [column for column in columns if column not in names]
   has_replacement = any(also.get(name) for name in names)
   if missing and not has_replacement:
-    option = columns[missing[0]] if isinstance(columns, Mapping) else 'column'
+    option = 'column'
+    if isinstance(columns, Mapping):
+      option = columns[missing[0]]
     listed = ', '.join(missing)
     raise DataError(f'{place} has no column {listed}; it has {_named(names)}. {_NAMED_BY[option]}.')
   wanted = dict.fromkeys([*columns, *also])

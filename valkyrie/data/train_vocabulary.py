@@ -99,7 +99,11 @@ def trained(texts: Sequence[str], size: int) -> bytes:
 
 def sample(readers: Sequence[TaskReader]) -> Iterator[str]:
   """Texts of at most _PIECE characters, from documents of all parts of the splits in turns."""
-  parts = [reader.documents(part, _PARTS) for part in range(_PARTS) for reader in readers]
+  parts = []
+  for part in range(_PARTS):
+    for reader in readers:
+      documents = reader.documents(part, _PARTS)
+      parts.append(documents)
   left = _SAMPLE
   while parts:
     for part in [*parts]:

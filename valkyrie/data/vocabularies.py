@@ -257,7 +257,11 @@ class HuggingFaceVocabulary(FileVocabulary):
   @functools.cached_property
   def specials(self) -> dict[str, int]:
     added = self._tokenizer.get_added_tokens_decoder()
-    return {token.content: number for number, token in added.items() if token.special}
+    specials = {}
+    for number, token in added.items():
+      if token.special:
+        specials[token.content] = number
+    return specials
 
 
 _warn_once = functools.cache(logging.warning)  # a run loads its vocabulary several times

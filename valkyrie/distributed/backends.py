@@ -20,7 +20,9 @@ def misfit(error: BaseException) -> ConfigurationError | None:
     return None
   reason = str(error).partition('\n  In call to configurable')[0].strip() or 'it found no device'
   named = os.environ.get('JAX_PLATFORMS')
-  asked = f'JAX_PLATFORMS={named}' if named else 'JAX_PLATFORMS is not set'
+  asked = 'JAX_PLATFORMS is not set'
+  if named:
+    asked = f'JAX_PLATFORMS={named}'
   return ConfigurationError(
     f'jax cannot use the devices of this machine ({asked}): {reason}. Unset JAX_PLATFORMS, or name '
     'a platform that this machine has, such as cpu. For an NVIDIA GPU, jax needs a package: '

@@ -24,11 +24,12 @@ def check_same_bindings(bindings: Mapping[str, Any]) -> None:
   """Raises a ConfigurationError in all processes, with the bindings in which two differ."""
   first, *others = processes.exchange('bindings', bindings)
   for process, found in enumerate(others, 1):
-    differences = [
-      f'  {name} = {found.get(name)!r}, but {first.get(name)!r} in process 0'
-      for name in sorted({*first, *found})
-      if first.get(name) != found.get(name)
-    ]
+    differences = []
+    for name in sorted({*first, *found}):
+      value = found.get(name)
+      first_value = first.get(name)
+      if value != first_value:
+        differences.append(f'  {name} = {value!r}, but {first_value!r} in process 0')
     if differences:
       raise ConfigurationError(
         f'The gin bindings of process {process} differ from process 0:\n'

@@ -71,9 +71,9 @@ class Preemption:
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
     self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-    self._old_handlers = {
-      number: signal.signal(number, self._handle) for number in console.heard_signals()
-    }
+    self._old_handlers = {}
+    for number in console.heard_signals():
+      self._old_handlers[number] = signal.signal(number, self._handle)
     # Python prints what is raised where nothing can be raised, such as in __del__.
     self._old_unraisable = sys.unraisablehook
     sys.unraisablehook = self._unraisable

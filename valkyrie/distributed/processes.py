@@ -155,7 +155,10 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
   place = f'valkyrie/{name}/{turn}'
   _client.key_value_set(f'{place}/{_index}', json.dumps(value))
   _client.wait_at_barrier(place, int(seconds * 1000))
-  found = {key.rpartition('/')[2]: text for key, text in _client.key_value_dir_get(f'{place}/')}
+  found = {}
+  for key, text in _client.key_value_dir_get(f'{place}/'):
+    _, _, name = key.rpartition('/')
+    found[name] = text
   if _index == 0 and turn > 1:  # all processes have read the values of the call before
     _client.key_value_delete(f'valkyrie/{name}/{turn - 1}/')
   return [json.loads(found[str(process)]) for process in range(_count)]
@@ -257,7 +260,10 @@ def _listen() -> None:
     endings = {}
     with contextlib.suppress(RuntimeError):  # process 0 has ended
       found = _client.key_value_dir_get(_ENDING)
-      endings = {int(key.rpartition('/')[2]): int(code) for key, code in found}
+      endings = {}
+      for key, code in found:
+        _, _, process = key.rpartition('/')
+        endings[int(process)] = int(code)
     if endings.pop(_index, None) is not None:  # this process is ending
       stopping = True
     for process, code in endings.items():

@@ -211,10 +211,12 @@ class Supervisor:
     return pipe.read(65536)
 
   def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
-    action = 'restarting' if again else 'ending'
-    saved = (
-      f'last saved step {status.saved}' if status.saved >= 0 else 'no step saved since the start'
-    )
+    action = 'ending'
+    if again:
+      action = 'restarting'
+    saved = 'no step saved since the start'
+    if status.saved >= 0:
+      saved = f'last saved step {status.saved}'
     _say(f'{reason}; {saved}; {action}')
     if status.model_dir is not None:
       facts = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
@@ -263,7 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  rows = [(s, default, f'longest silence in the stage {s}') for s, default in _SECONDS.items()]
+  rows = []
+  for stage, default in _SECONDS.items():
+    rows.append((stage, default, f'longest silence in the stage {stage}'))
   rows.append(('pause', 5.0, 'pause before a restart, doubled each time without progress'))
   for name, default, text in rows:
     told = f'{text} (default: {default})'

@@ -50,13 +50,15 @@ def generate(
   numbers = [(prompt, sample) for prompt in numbered for sample in range(samples)]
   results = []
   for batch in batches(numbers, batch_size):
-    texts = [Continuation(rows.tokenizer, stop, numbered[prompt]) for prompt, _ in batch]
+    texts = []
+    for prompt, _ in batch:
+      text = Continuation(rows.tokenizer, stop, numbered[prompt])
+      texts.append(text)
     for _ in _extended(rows, params, numbered, batch, texts, carry, **options):
       pass
-    results += [
-      Generated(prompt, sample, text.text, text.tokens, str(text.ended))
-      for (prompt, sample), text in zip(batch, texts, strict=True)
-    ]
+    for (prompt, sample), text in zip(batch, texts, strict=True):
+      generated = Generated(prompt, sample, text.text, text.tokens, str(text.ended))
+      results.append(generated)
   return results
 
 

@@ -53,7 +53,10 @@ def read_document(
   kept: dict[int, TextCarry] = {}
   if like is not None:
     shared = _shared(tokens, like.tokens)
-    kept = {place: carry for place, carry in like.kept.items() if place <= shared}
+    kept = {}
+    for place, carry in like.kept.items():
+      if place <= shared:
+        kept[place] = carry
   place = max(kept, default=0)
   carry = _copy(kept[place]) if kept else reader.fresh(1)
   chunks = len(tokens) // size
@@ -110,7 +113,9 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
 def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCarry:
   """Reads a file with this origin, for this reader; for errors see `load_carry`."""
   file = TensorFile(path, 'file of a carry', 'Read the text again.')
-  forms = {name: (tensor.shape, tensor.dtype) for name, tensor in file.tensors.items()}
+  forms = {}
+  for name, tensor in file.tensors.items():
+    forms[name] = (tensor.shape, tensor.dtype)
   like = _form(reader, file)
   expected = {}
   for name, leaf in _named_leaves(like).items():

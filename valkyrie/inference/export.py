@@ -117,7 +117,9 @@ def export(
   tensors, config, count = content
   steps = ', '.join(map(str, loaded.steps))
   name = pathlib.Path(model_dir).resolve().name
-  whose = "Hugging Face's" if form in ('huggingface', 'peft') else "Valkyrie's"
+  whose = "Valkyrie's"
+  if form in ('huggingface', 'peft'):
+    whose = "Hugging Face's"
   prefix = 'adapter_' if form == 'peft' else ''
   card = _CARD.format(
     name=name, parameters=count, step=steps, whose=whose, prefix=prefix, use=_USE[form]
@@ -282,4 +284,8 @@ def _of_model(bindings: dict[str, Any], form: str) -> dict[str, Any]:
       return rest.startswith(tuple(rooms))
     return package != 'optax'
 
-  return {name: value for name, value in bindings.items() if is_part(name)}
+  kept = {}
+  for name, value in bindings.items():
+    if is_part(name):
+      kept[name] = value
+  return kept

@@ -114,7 +114,9 @@ def infer(
       for continuation in continuations:
         number = continuation.prompt
         line = continuation._asdict()
-        line['prompt'] = talks[number]['messages'] if talks else texts[number]
+        line['prompt'] = texts[number]
+        if talks:
+          line['prompt'] = talks[number]['messages']
         line['tokens'] = len(continuation.tokens)
         print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
@@ -122,7 +124,9 @@ def infer(
 def _read_prompts(path: pathlib.Path) -> list[str]:
   """The prompts in a file; raises a DataError that names the line."""
   is_json = path.suffix.lower() in ('.jsonl', '.ndjson', '.json')
-  form = 'a JSON object with the field "prompt"' if is_json else 'UTF-8 text'
+  form = 'UTF-8 text'
+  if is_json:
+    form = 'a JSON object with the field "prompt"'
   try:
     lines = foreign.content(path).removeprefix(codecs.BOM_UTF8).splitlines()
   except (OSError, ValueError, MemoryError) as error:

@@ -297,6 +297,9 @@ class LoadedModel:
   def _origin(self) -> dict[str, str]:
     """Fingerprints of what carries depend on."""
     steps = steps_of(self.model_dir)
-    manifests = [manifest.read_manifest(steps.files(step))[1] for step in self.steps]
+    manifests = []
+    for step in self.steps:
+      recorded = manifest.read_manifest(steps.files(step))
+      manifests.append(recorded[1])
     weights = hashlib.sha256(b''.join(manifests)).hexdigest()
     return {'weights': weights, 'tokenizer': self.tokenizer.fingerprint}

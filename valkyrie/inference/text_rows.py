@@ -19,7 +19,8 @@ Text = str | np.ndarray  # or its tokens
 
 def batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
   """The items in their order, at most `size` at once."""
-  return [items[first : first + size] for first in range(0, len(items), size)]
+  firsts = range(0, len(items), size)
+  return [items[first : first + size] for first in firsts]
 
 
 class TextRows:

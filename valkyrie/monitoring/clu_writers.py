@@ -74,7 +74,9 @@ class TensorBoard(MetricWriter):
 
   def call(self, method: str, *arguments: Any, **options: Any) -> None:
     """Keeps a call for the next flush."""
-    step = _NO_STEP if method == 'write_hparams' else arguments[0]
+    step = arguments[0]
+    if method == 'write_hparams':
+      step = _NO_STEP
     waiting = sum(size_of(call.arguments) for call in self._calls[self._done :])
     if waiting < _MOST_BYTES:
       self._calls.append(_Call(step, method, arguments, options))

@@ -35,7 +35,9 @@ def document(title: str, parts: Sequence[str], style: str = '') -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
   """A table of a page; numbers stand to the right, and `marked` rows have a background."""
   head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
-  row_start = '<tr class="differs">' if marked else '<tr>'
+  row_start = '<tr>'
+  if marked:
+    row_start = '<tr class="differs">'
   body = '\n'.join(row_start + ''.join(map(_cell, row)) + '</tr>' for row in rows)
   return f'<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
 

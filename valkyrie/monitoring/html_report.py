@@ -95,7 +95,10 @@ def _results(runs: Sequence[Run]) -> str:
 
 def _median(lines: Sequence[Line], metric: str) -> float | None:
   """The median of a metric: a single line depends on the moment."""
-  values = [line[metric] for line in lines if can_be_drawn(line.get(metric))]
+  values = []
+  for line in lines:
+    if can_be_drawn(line.get(metric)):
+      values.append(line[metric])
   if not values:
     return None
   return statistics.median(values)
@@ -145,7 +148,10 @@ def _curves(
 
 
 def _by_position(runs: Sequence[Run]) -> str:
-  curves = [Curve(run.name, by_position(_last(run.evaluations))) for run in runs]
+  curves = []
+  for run in runs:
+    points = by_position(_last(run.evaluations))
+    curves.append(Curve(run.name, points))
   title = 'Loss by position in the document, from P to 2 P - 1'
   return figure(title, 'position', 'nats per token', curves, logarithmic='x')
 
@@ -153,12 +159,18 @@ def _by_position(runs: Sequence[Run]) -> str:
 def _differences(runs: Sequence[Run]) -> str:
   """A table of all bindings; those that differ come first and are marked."""
   names = sorted({name for run in runs for name in run.bindings})
-  rows = [(name, *(json.dumps(run.bindings.get(name)) for run in runs)) for name in names]
-  differ = [row for row in rows if len({*row[1:]}) > 1]
-  same = [row for row in rows if len({*row[1:]}) == 1]
+  same = []
+  differ = []
+  for name in names:
+    values = [json.dumps(run.bindings.get(name)) for run in runs]
+    row = (name, *values)
+    if len(set(values)) == 1:
+      same.append(row)
+    else:
+      differ.append(row)
   header = ('binding', *(run.name for run in runs))
   if len(runs) == 1:
-    return table(header, rows)
+    return table(header, same)
   return (
     f'<p>{len(differ)} bindings differ, {len(same)} are the same.</p>\n'
     + table(header, differ, marked=True)

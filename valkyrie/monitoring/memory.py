@@ -76,7 +76,10 @@ def lines(when: str = '') -> list[str]:
   texts = [f'memory of this process{when}: {in_use}{in_units(host_peak())} peak']
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
-    facts = [f'{in_units(stats[key])} {word}' for key, word in _WORDS.items() if key in stats]
+    facts = []
+    for key, word in _WORDS.items():
+      if key in stats:
+        facts.append(f'{in_units(stats[key])} {word}')
     if facts:
       texts.append(f'memory of {device}{when}: {", ".join(facts)}')
   return texts
@@ -174,7 +177,9 @@ def _cgroups() -> Iterator[pathlib.Path]:
     _, controllers, path = line.split(':', 2)
     if controllers and 'memory' not in controllers.split(','):
       continue
-    root = _CGROUPS / 'memory' if controllers else _CGROUPS
+    root = _CGROUPS
+    if controllers:
+      root = _CGROUPS / 'memory'
     folder = root / path.lstrip('/')
     yield folder
     for parent in folder.parents:

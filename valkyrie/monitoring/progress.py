@@ -120,7 +120,9 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
   The losses of the sources of a mixture follow, as 'web 1.2345'.
   """
   known = {name: value for name, value in metrics.items() if value is not None}
-  bits = 'bits_per_byte' if 'bits_per_byte' in known else 'bits_per_token'
+  bits = 'bits_per_token'
+  if 'bits_per_byte' in known:
+    bits = 'bits_per_byte'
   texts = {
     'loss': 'loss {:.4f}',
     'objective': 'objective {:.4f}',
@@ -134,6 +136,9 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
     'grad_norm': 'gradient {:.3g}',
     'learning_rate': 'learning rate {:.2g}',
   }
-  said = [text.format(known[name]) for name, text in texts.items() if name in known]
+  said = []
+  for name, text in texts.items():
+    if name in known:
+      said.append(text.format(known[name]))
   sources = [name for name in known if name.startswith('loss/')]
   return said + [f'{name.removeprefix("loss/")} {known[name]:.4f}' for name in sources]

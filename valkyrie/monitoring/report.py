@@ -57,7 +57,10 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
     total += size
     total_per_device += per_device
   whole = sum(jax.tree.leaves(counts))
-  model_counts = {module: count for module, count in counts.items() if is_of_model(module)}
+  model_counts = {}
+  for module, count in counts.items():
+    if is_of_model(module):
+      model_counts[module] = count
   count = sum(jax.tree.leaves(model_counts))
   padding = ''
   if held > whole:
@@ -90,7 +93,9 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def system_lines() -> list[str]:
   """Lines with the versions, devices, processors and memory of this process."""
-  packages = [f'{name} {version}' for name, version in versions().items()]
+  packages = []
+  for name, version in versions().items():
+    packages.append(f'{name} {version}')
   processors = os.cpu_count()
   if hasattr(os, 'sched_getaffinity'):  # in a container a process may use fewer than exist
     processors = len(os.sched_getaffinity(0))
@@ -100,7 +105,9 @@ def system_lines() -> list[str]:
   if free is not None:
     system += f', {in_units(free)} available'
   devices = jax.devices()
-  word = 'device' if len(devices) == 1 else 'devices'
+  word = 'devices'
+  if len(devices) == 1:
+    word = 'device'
   return [
     ', '.join(packages),
     system,

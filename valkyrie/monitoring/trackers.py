@@ -67,10 +67,11 @@ class Tracking:
     say: Callable[[str], None],
   ):
     active = list(trackers) if jax.process_index() == 0 else []
-    watchers = [
-      Watcher(f'the tracker {type(tracker).__name__}', say, leaves_after_an_error=True)
-      for tracker in active
-    ]
+    watchers = []
+    for tracker in active:
+      name = f'the tracker {type(tracker).__name__}'
+      watcher = Watcher(name, say, leaves_after_an_error=True)
+      watchers.append(watcher)
     self._watched = list(zip(active, watchers, strict=True))
     if active:
       run = Run(os.fspath(model_dir), _id(pathlib.Path(model_dir), say), step, bindings())

@@ -83,7 +83,10 @@ def create_writers(
   if name == 'train':
     folder_of_lines = pathlib.Path(model_dir)
   lines = JsonLines(folder_of_lines / 'metrics.jsonl', patience, say)
-  outputs = [(_name_of(make), functools.partial(make, str(folder))) for make in clu_writers]
+  outputs = []
+  for make in clu_writers:
+    make_in_folder = functools.partial(make, str(folder))
+    outputs.append((_name_of(make), make_in_folder))
   if tensorboard:
     outputs.insert(0, ('TensorBoard', functools.partial(_tensorboard, folder, begin)))
   return RunWriter(folder, lines, also, outputs, say, patience)
@@ -110,7 +113,10 @@ class _Console(MetricWriter):
     self._show = show
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    numbers = {name: value for name, value in scalars.items() if not isinstance(value, str)}
+    numbers = {}
+    for name, value in scalars.items():
+      if not isinstance(value, str):
+        numbers[name] = value
     self._show(step, numbers)
 
 
@@ -185,7 +191,10 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
       raise ConfigurationError(
         f"CLU's writers need TensorFlow, and importing it failed: {error}. {_WITHOUT}"
       ) from error
-    self._watched = [_Watched(self._watcher(name), make) for name, make in self.writers]
+    self._watched = []
+    for name, make in self.writers:
+      watched = _Watched(self._watcher(name), make)
+      self._watched.append(watched)
     self._multi_writer = clu_writers.multi_writer(self._watched)
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -198,14 +207,15 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
     values = {}
     for name, value in scalars.items():
       is_number = value is not None and not isinstance(value, str)
-      values[name] = np.asarray(value).item() if is_number else value
+      values[name] = value
+      if is_number:
+        values[name] = np.asarray(value).item()
     for writer in self._immediate:
       writer.write_scalars(step, values)
-    known = {
-      self._tag(key): value
-      for key, value in values.items()
-      if value is not None and not isinstance(value, str)
-    }
+    known = {}
+    for key, value in values.items():
+      if value is not None and not isinstance(value, str):
+        known[self._tag(key)] = value
     self.call('write_scalars', step, known)
 
   def call(self, method: str, *arguments: Any, **options: Any) -> None:

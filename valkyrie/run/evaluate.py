@@ -82,7 +82,9 @@ def evaluate(
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
   mesh = partitioner()
-  terms = evaluations(terms_of(settings().objective)) if settings else ()
+  terms = ()
+  if settings:
+    terms = evaluations(terms_of(settings().objective))
   with doing('opening the validation data', _say):
     measure = evaluator(language_model.transform(model), mesh, terms=terms)
 
@@ -97,11 +99,15 @@ def evaluate(
       _say(f'changed since the checkpoint: {line}')
     found = {}
     for cut in (None, *cuts):
-      title = 'validation' if cut is None else f'validation, {cut} carry cut between chunks'
+      title = f'validation, {cut} carry cut between chunks'
+      if cut is None:
+        title = 'validation'
       with doing(f'evaluating step {number}', _say):
         metrics = measure(params, whole=True, cut=cut)
       found[title] = metrics
-      place = stream if cut is None else f'{stream}_cut_{cut}'
+      place = f'{stream}_cut_{cut}'
+      if cut is None:
+        place = stream
       with create_writers(model_dir, name=place) as writer:
         writer.write_scalars(number, metrics)
       if jax.process_index() == 0:

@@ -215,8 +215,13 @@ class Evaluator:
   def spans(self, feed: TaskFeed, whole: bool) -> list[tuple[int, int]]:
     """(position, length) of the chunks of a source, or of its quick part."""
     count = -(-feed.row_tokens // self.chunk_size)  # of the longest row
-    spans = [(n * self.chunk_size, self.chunk_size) for n in range(count)]
-    return spans if whole else spans[: self._quick]
+    spans = []
+    for number in range(count):
+      position = number * self.chunk_size
+      spans.append((position, self.chunk_size))
+    if whole:
+      return spans
+    return spans[: self._quick]
 
   def __call__(
     self,
@@ -273,7 +278,10 @@ class Evaluator:
     if len(scores) == 1:
       (only,), (ratio,) = scores.values(), ratios.values()
       return {**_metrics(only, ratio), **self._of_terms(only)}
-    shares = [self._weights[name] / scores[name].weight.sum() for name in scores]
+    shares = []
+    for name in scores:
+      weight = scores[name].weight.sum()
+      shares.append(self._weights[name] / weight)
 
     def weighted(*parts):
       return sum(share * part for share, part in zip(shares, parts, strict=True) if share)

@@ -56,7 +56,9 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
     before = self._skipped
     self._skipped = int(metrics.skipped)
     if self._skipped > before and self._lines is not None:
-      why = 'loss spike' if bool(metrics.spiked) else 'not finite'
+      why = 'not finite'
+      if bool(metrics.spiked):
+        why = 'loss spike'
       loss = text_metrics(float(metrics.sums.followed), float(metrics.sums.weight), None)['loss']
       line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
       self._lines.write({**line, 'read': self.budget.describe(step)})
@@ -105,7 +107,9 @@ class Validation:
     self.writer.write_scalars(step, found)
     if jax.process_index() == 0:
       self.writer.draw(step, lambda: self._draw(found))
-    split = 'the whole validation split' if is_last else 'validation'
+    split = 'validation'
+    if is_last:
+      split = 'the whole validation split'
     self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
 
   def _draw(self, found: Metrics) -> dict[str, np.ndarray]:

@@ -107,7 +107,9 @@ def train(
   """
   began = time.perf_counter()
   lengths = Lengths(train_steps, log_every, eval_every, checkpoint_every, patience)
-  weights = None if initial_weights is None else InitialWeights(initial_weights)
+  weights = None
+  if initial_weights is not None:
+    weights = InitialWeights(initial_weights)
   origin = Origin(weights, allow_changed)
   progress = Progress(train_steps, quiet=quiet)
   profile = Profile(model_dir, profile_steps, progress.say)

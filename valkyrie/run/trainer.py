@@ -71,9 +71,10 @@ class Trainer:
     compilation_cache.seal()
     hunt_nan = self.setup.settings.hunt_nan
     train_steps = self.run.lengths.train_steps
-    programs = {
-      _program_name(phase, train_steps, hunt_nan): compiled[phase.shape] for phase in phases
-    }
+    programs = {}
+    for phase in phases:
+      name = _program_name(phase, train_steps, hunt_nan)
+      programs[name] = compiled[phase.shape]
     self.run.programs = consistency.fingerprints(programs)
     self._compare_programs(is_autotuned=consistency.is_autotuned(devices))
     self._steps = dict(compiled)
@@ -161,7 +162,11 @@ def _rewound(state: TrainState) -> dict[str, Any]:
   """The fields of a state that a rewind replaces."""
   fields = state._asdict()
   names = ('params', 'optimizer_state', 'average', 'objective')
-  return {name: fields[name] for name in names if fields[name] is not None}
+  known = {}
+  for name in names:
+    if fields[name] is not None:
+      known[name] = fields[name]
+  return known
 
 
 def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
@@ -194,5 +199,7 @@ def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
   It contains everything that may change on resume and changes the program: the end of the learning
   rate's schedule, the number of processes, and whether the state is donated.
   """
-  kept = ', state not donated' if hunt_nan else ''
+  kept = ''
+  if hunt_nan:
+    kept = ', state not donated'
   return f'{_shape_text(phase)}, of {train_steps} steps, {jax.process_count()} processes{kept}'

@@ -109,7 +109,10 @@ class Partitioner:
         f"Partitioner.axis_rules splits both 'batch' and 'time' over {sorted(shared)}. Name each "
         'mesh axis once.'
       )
-    axes_in_use = [axis for axis, size in self.mesh.shape.items() if size > 1]
+    axes_in_use = []
+    for axis, size in self.mesh.shape.items():
+      if size > 1:
+        axes_in_use.append(axis)
     idle = [axis for axis in axes_in_use if axis not in (*rows, *time)]
     if self.manual and idle:
       raise ConfigurationError(
@@ -185,7 +188,9 @@ class Partitioner:
       for size, axis, split in zip(leaf.shape, axes, sharding.spec, strict=True):
         parts = math.prod(self.mesh.shape[name] for name in as_tuple(split))
         if size % parts:
-          named = 'FullAttention.max_context' if axis == 'time' else 'the size'
+          named = 'the size'
+          if axis == 'time':
+            named = 'FullAttention.max_context'
           raise ConfigurationError(
             f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
             f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change {named}, or '
@@ -231,7 +236,9 @@ class Partitioner:
     `owner` precedes the names of both in the message, such as 'Evaluator.', and `feed` is the name
     of the feed that has the same rows.
     """
-    also = f', also for {feed}.batch_size' if feed else ''
+    also = ''
+    if feed:
+      also = f', also for {feed}.batch_size'
     _check_divides(f'{owner}batch_size', batch_size, self.parts_of('batch'), also)
     for chunk_size in chunk_sizes:
       _check_divides(f'{owner}chunk_size', chunk_size, self.parts_of('time'))
@@ -302,7 +309,9 @@ def _check_divides(name: str, size: int, parts: int, also: str = '') -> None:
     raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
   if size % parts:
     below = size // parts * parts
-    nearest = f'{below} or {below + parts}' if below else f'{parts}'
+    nearest = f'{parts}'
+    if below:
+      nearest = f'{below} or {below + parts}'
     raise ConfigurationError(
       f'{name}={size} does not divide over {parts} devices. Use {nearest}{also}.'
     )

@@ -67,7 +67,8 @@ def index() -> Array:
 
 def shift_right(tree: T) -> T:
   """The tree of the device to the left; device 0 gets the tree of the last device."""
-  ring = [(i, (i + 1) % size()) for i in range(size())]  # (from, to)
+  count = size()
+  ring = [(number, (number + 1) % count) for number in range(count)]  # (from, to)
   return jax.tree.map(lambda x: lax.ppermute(x, axes(), ring), tree)
 
 

@@ -42,7 +42,9 @@ def open_file(path: pathlib.Path) -> BinaryIO:
   """As `opened`, also a file with other names."""
   place = held_folder.place(path)
   if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
-    kind = 'a symbolic link' if place.is_symlink() else 'not a file'
+    kind = 'not a file'
+    if place.is_symlink():
+      kind = 'a symbolic link'
     raise StorageError(
       f'{path} is {kind}, but the run writes a file of that name. Nothing was written there. Move '
       'it away, and run the same command again.'

@@ -77,5 +77,7 @@ def connected(address: str, anonymous: bool = False, timeout: float | None = Non
   logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it logs a stack for errors that it raises
   advice = 'Give this machine a service account, or run: gcloud auth application-default login'
   with storage_errors(f'{address} cannot be opened', advice, also=(GoogleAuthError,)):
-    token = 'anon' if anonymous else 'google_default'
+    token = 'google_default'
+    if anonymous:
+      token = 'anon'
     return Client(token=token, timeout=timeout)

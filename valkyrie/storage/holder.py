@@ -61,7 +61,10 @@ def _file(token: str) -> pathlib.Path:
   A sandbox may show the memory of its host by another kind of file system, with locks of its own.
   """
   mounts = pathlib.Path('/proc/self/mounts').read_text(errors='replace').splitlines()
-  kinds = {place: kind for _, place, kind, *_ in map(str.split, mounts)}
+  kinds = {}
+  for mount in mounts:
+    _, place, kind, *_ = mount.split()
+    kinds[place] = kind
   if kinds.get(str(MEMORY)) != 'tmpfs':
     raise FileNotFoundError(f'{MEMORY} is not memory')
   return MEMORY / f'valkyrie-{token}'

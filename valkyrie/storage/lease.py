@@ -141,7 +141,9 @@ class Lease(abc.ABC):
 
 def lock_name(process: int | None) -> str:
   """The name of the lock of a run, or of the number of one of its processes."""
-  return 'trainer.lock' if process is None else f'trainer-{process}.lock'
+  if process is None:
+    return 'trainer.lock'
+  return f'trainer-{process}.lock'
 
 
 def _refusal(holding: str, run: Any, process: int | None) -> ValkyrieError:

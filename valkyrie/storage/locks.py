@@ -21,7 +21,9 @@ def attempt(file: BinaryIO | int, *, shared: bool = False) -> bool | None:
   Raises:
     OSError: the file system failed, so that nobody can tell.
   """
-  kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+  kind = fcntl.LOCK_EX
+  if shared:
+    kind = fcntl.LOCK_SH
   try:
     fcntl.flock(file, kind | fcntl.LOCK_NB)
   except BlockingIOError:

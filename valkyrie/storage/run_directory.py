@@ -83,7 +83,9 @@ class BucketDirectory(os.PathLike):
       return
     grows = file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
     has_grown = grows and uploaded_size <= status.st_size
-    begin = uploaded_size if has_grown else 0
+    begin = 0
+    if has_grown:
+      begin = uploaded_size
     with open(file, 'rb') as stream:
       stream.seek(begin)
       content = stream.read(status.st_size - begin)

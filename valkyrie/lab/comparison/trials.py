@@ -176,7 +176,9 @@ def train(trial: Trial) -> Run | None:
   log = pathlib.Path(f'{trial.folder}.log')
   log.parent.mkdir(parents=True, exist_ok=True)
   whole_file.write(_program_file(trial), shlex.join(trial.program))
-  program = packages.start(*VALKYRIE) if trial.program == VALKYRIE else trial.program
+  program = trial.program
+  if trial.program == VALKYRIE:
+    program = packages.start(*VALKYRIE)
   command = [*program, *trial.flags]
   # A run that was stopped during its last evaluation has no step left, only this evaluation.
   for mode in ([], ['--run_mode=eval']):
@@ -229,5 +231,7 @@ def costs(run: Run) -> dict[str, float | None]:
   last = run.lines[-1]
   for budget in ('tokens', 'flops'):
     amount = last[budget]
-    step_costs[budget] = amount / last['step'] if amount else None
+    step_costs[budget] = None
+    if amount:
+      step_costs[budget] = amount / last['step']
   return step_costs

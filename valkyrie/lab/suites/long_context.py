@@ -138,7 +138,9 @@ def _cells(
   name: str, lengths: Sequence[int], depths: Sequence[float], cuts: Sequence[str]
 ) -> Iterator[_Cell]:
   """All measurements of a suite, each first with the whole carry."""
-  places = depths if SUITES[name].has_depth else (None,)
+  places = (None,)
+  if SUITES[name].has_depth:
+    places = depths
   for length in lengths:
     for place in places:
       for cut in (None, *cuts):
@@ -174,7 +176,10 @@ def _sentences(text: str | None) -> list[str]:
   message = f'The text {text} cannot be read'
   advice = 'Expected files in UTF-8: convert others, for instance by iconv.'
   with converted((OSError, ValueError), DataError, message, advice):
-    contents = [foreign.whole(files.open(file)).decode() for file in files.files]
+    contents = []
+    for file in files.files:
+      content = foreign.whole(files.open(file))
+      contents.append(content.decode())
     return sentences_of('\n'.join(contents))
 
 
@@ -222,7 +227,10 @@ def _draw(
   cuts: Sequence[str],
 ) -> None:
   """The heat map of a suite, with a panel for each cut."""
-  cells = [cell for cell in scores if cell.suite == name and cell.length in lengths]
+  cells = []
+  for cell in scores:
+    if cell.suite == name and cell.length in lengths:
+      cells.append(cell)
   if not cells:
     return
   columns = sorted({cell.length for cell in cells})
@@ -233,7 +241,9 @@ def _draw(
     for i, depth in enumerate(rows):
       for j, length in enumerate(columns):
         grid[i, j] = scores.get(_Cell(name, length, depth, cut), np.nan)
-    title = 'memory' if cut is None else f'{cut} cut'
+    title = f'{cut} cut'
+    if cut is None:
+      title = 'memory'
     panels[title] = grid
   file = folder / f'{name}.png'
   pictures.write_heat_map(

@@ -133,7 +133,8 @@ def filler(order: Order) -> list[str]:
   """As many sentences as the order has units, over and over from a random one."""
   count = len(order.sentences)
   first = int(order.random.integers(count))
-  return [order.sentences[(first + number) % count] for number in range(order.units)]
+  numbers = range(first, first + order.units)
+  return [order.sentences[number % count] for number in numbers]
 
 
 def inserted(random: np.random.Generator, filler: Sequence[str], facts: Sequence[str]) -> list[str]:

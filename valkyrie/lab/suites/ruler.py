@@ -247,7 +247,10 @@ def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
     numbers = random.integers(10**6, 10**7, size=count)
     return [str(number) for number in numbers]
   if kind == 'uuids':
-    uuids = [uuid.UUID(bytes=random.bytes(16), version=4) for _ in range(count)]
+    uuids = []
+    for _ in range(count):
+      drawn = random.bytes(16)
+      uuids.append(uuid.UUID(bytes=drawn, version=4))
     return [str(one) for one in uuids]
   words = problem.words(random, 2 * count)
   first_words = words[::2]

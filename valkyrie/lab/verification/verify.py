@@ -190,10 +190,11 @@ def _largest(
       roundings[name] = float(max(effects) / size)
   # The spread of a single number may be small by chance, but not much below all other spreads.
   least = 0.1 * float(np.median([*roundings.values()]))
-  findings = [
-    Finding(check, precision, name, deviation, max(roundings[name], least))
-    for name, deviation in deviations.items()
-  ]
+  findings = []
+  for name, deviation in deviations.items():
+    rounding = max(roundings[name], least)
+    finding = Finding(check, precision, name, deviation, rounding)
+    findings.append(finding)
 
   def multiple(finding):
     return np.nan_to_num(finding.deviation / finding.rounding, nan=np.inf)
@@ -220,7 +221,9 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   after_restore, _ = step(restored, batch)
   differs = leaves_by_path(_differing_leaves(after_restore, expected))
   wrong = [path for path, leaf_differs in differs.items() if bool(leaf_differs)]
-  where = wrong[0] if wrong else 'all arrays'
+  where = 'all arrays'
+  if wrong:
+    where = wrong[0]
   return Finding('saved and restored', 'bit for bit', where, float(len(wrong)), 0.0)
 
 
