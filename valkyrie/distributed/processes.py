@@ -157,8 +157,8 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
   _client.wait_at_barrier(place, int(seconds * 1000))
   found = {}
   for key, text in _client.key_value_dir_get(f'{place}/'):
-    _, _, name = key.rpartition('/')
-    found[name] = text
+    _, _, process = key.rpartition('/')
+    found[process] = text
   if _index == 0 and turn > 1:  # all processes have read the values of the call before
     _client.key_value_delete(f'valkyrie/{name}/{turn - 1}/')
   return [json.loads(found[str(process)]) for process in range(_count)]
