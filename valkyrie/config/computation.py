@@ -87,7 +87,8 @@ def reached(bindings: Mapping[str, Any], roots: Collection[str]) -> set[str]:
     leading = [reference for reference in references if reference.binding in names]
     more: set[str] = set()
     for name in bound:
-      scope, selector = _scope_and_selector(name.rpartition('.')[0])
+      configurable, _, _ = name.rpartition('.')
+      scope, selector = _scope_and_selector(configurable)
       if any(one.selector == selector and one.scope[: len(scope)] == scope for one in leading):
         more.add(name)
     if more <= names:
@@ -108,7 +109,8 @@ def _references(bindings: Mapping[str, Any]) -> Iterator[_Reference]:
   for name, value in bindings.items():
     for leaf in leaves(value):
       if isinstance(leaf, str) and leaf.startswith('@'):
-        scope, selector = _scope_and_selector(leaf[1:].removesuffix('()'))
+        configurable = leaf[1:].removesuffix('()')
+        scope, selector = _scope_and_selector(configurable)
         yield _Reference(name, scope, selector)
 
 
@@ -117,7 +119,8 @@ def _declared(selector: str) -> Collection[str]:
   registry = gin_config._REGISTRY
   if selector not in registry:
     return ()
-  return getattr(inspect.unwrap(registry[selector].wrapped), _DECLARED, ())
+  target = inspect.unwrap(registry[selector].wrapped)
+  return getattr(target, _DECLARED, ())
 
 
 def default_of(name: str) -> Any:

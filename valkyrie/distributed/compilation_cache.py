@@ -53,7 +53,9 @@ def enable() -> str | None:
   address = str(epath.Path(directory))  # as jax reads it
   if address != str(directory):
     return f'{_REFUSED} jax takes {directory} for {address}'
-  problem = _private(paths.cache() / _PRECOMPILED) or _private(directory, is_used=True)
+  problem = _private(paths.cache() / _PRECOMPILED)
+  if problem is None:
+    problem = _private(directory, is_used=True)
   if problem:
     return problem
   _jax.update('jax_compilation_cache_dir', str(directory))
@@ -66,7 +68,8 @@ def keep(
   program: jax.stages.Compiled, lowered: jax.stages.Lowered, devices: Sequence[Any], seconds: float
 ) -> str:
   """Keeps a program that took `seconds` for `compiled` in a run; returns its file, or why not."""
-  file = paths.cache() / _PRECOMPILED / f'{_name(lowered, devices)}-cache'
+  name = _name(lowered, devices)
+  file = paths.cache() / _PRECOMPILED / f'{name}-cache'
   if _is_others():
     return f'{_REFUSED} the environment disables the cache or sets JAX_COMPILATION_CACHE_DIR'
   problem = _private(file.parent)
@@ -90,11 +93,13 @@ def compiled(
   directory = _directory()
   process = jax.process_index()
   precompiled = paths.cache() / _PRECOMPILED
-  if directory is None or not (process or any(precompiled.glob('*-cache'))):
+  has_kept = process > 0 or any(precompiled.glob('*-cache'))
+  if directory is None or not has_kept:
     return lowered.compile(), None
   name = _name(lowered, devices)
   own = directory / f'process-{process}-of-{jax.process_count()}-{name}-cache'
-  for file in filter(_is_sealed, (precompiled / f'{name}-cache', own)):
+  files = (precompiled / f'{name}-cache', own)
+  for file in filter(_is_sealed, files):
     # It is one of another jax.
     with contextlib.suppress(OSError, ValueError, RuntimeError, pickle.UnpicklingError):
       seconds, _, content = file.read_bytes().partition(b'\n')
@@ -104,21 +109,24 @@ def compiled(
       return program, float(seconds)
   began = time.monotonic()
   program = lowered.compile()
-  if process and time.monotonic() - began > _LEAST_SECONDS:
+  took = time.monotonic() - began
+  if process and took > _LEAST_SECONDS:
     # A backend without serialized programs, or a full disk: it is compiled again the next time.
     with contextlib.suppress(StorageError, ValueError, RuntimeError):
-      _write(own, program, time.monotonic() - began)
+      _write(own, program, took)
   return program, None
 
 
 def _write(file: pathlib.Path, program: jax.stages.Compiled, seconds: float) -> None:
-  content = serialize_executable.serialize(program)[0]
-  _keep(file, f'{seconds:.1f}\n'.encode() + content)
+  content, _, _ = serialize_executable.serialize(program)
+  head = f'{seconds:.1f}\n'.encode()
+  _keep(file, head + content)
 
 
 def _keep(file: pathlib.Path, content: bytes) -> None:
   """Writes a program, after its hash: between the two, an earlier program counts as damaged."""
-  whole_file.write(_hash_file(file), hashlib.sha256(content).hexdigest())
+  digest = hashlib.sha256(content).hexdigest()
+  whole_file.write(_hash_file(file), digest)
   whole_file.write(file, content)
 
 
@@ -129,8 +137,9 @@ def seal() -> None:
     return
   with contextlib.suppress(OSError, StorageError):  # a full disk: they are compiled again
     for program in directory.glob('*-cache'):
-      if not _hash_file(program).exists():
-        whole_file.write(_hash_file(program), _hash(program))
+      file = _hash_file(program)
+      if not file.exists():
+        whole_file.write(file, _hash(program))
 
 
 def _end() -> None:
@@ -149,7 +158,8 @@ def _directory() -> pathlib.Path | None:
 
 def _is_others() -> bool:
   """Whether the environment, or a caller, disables the cache or sets a directory of its own."""
-  return bool(_jax.jax_compilation_cache_dir) or not _jax.jax_enable_compilation_cache
+  names_directory = bool(_jax.jax_compilation_cache_dir)
+  return names_directory or not _jax.jax_enable_compilation_cache
 
 
 def _private(directory: pathlib.Path, is_used: bool = False) -> str | None:
@@ -161,7 +171,8 @@ def _private(directory: pathlib.Path, is_used: bool = False) -> str | None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for place in (directory.parent, directory):
       found = place.lstat()
-      if found.st_uid != os.geteuid() or place.is_symlink():
+      is_others = found.st_uid != os.geteuid()
+      if is_others or place.is_symlink():
         return f'{_REFUSED} {place} belongs to another user'
       if found.st_mode & 0o077:
         place.chmod(0o700)
@@ -182,22 +193,27 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
   places = [(device.id, device.device_kind) for device in devices]
   settings = f'{jax.__version__} {jaxlib.version.__version__} {compiler} {places} {flags}'
-  return hashlib.sha256(f'{settings}\n{lowered.as_text()}'.encode()).hexdigest()
+  described = f'{settings}\n{lowered.as_text()}'
+  return hashlib.sha256(described.encode()).hexdigest()
 
 
 def _clean(directory: pathlib.Path) -> None:
   """Deletes programs that are damaged or unfinished, and the oldest ones above the limit."""
   owned.remove_litter(directory)
-  starts = [_time(place) for place in owned.unfinished(directory, _START)]
+  starts = []
+  for place in owned.unfinished(directory, _START):
+    starts.append(_time(place))
   others_since = min(starts, default=float('inf'))  # their programs may lack a hash still
   programs = sorted(directory.glob('*-cache'), key=_time, reverse=True)
   total = 0
   for program in programs:
     is_sealed = _is_sealed(program)
-    is_others = not _hash_file(program).exists() and _time(program) >= others_since
+    has_hash = _hash_file(program).exists()
+    is_others = not has_hash and _time(program) >= others_since
     if is_sealed:
       total += _size(program)
-    if not is_others and not (is_sealed and total <= _MAX_BYTES):
+    fits = is_sealed and total <= _MAX_BYTES
+    if not is_others and not fits:
       for file in (program, _hash_file(program)):
         owned.delete_file(file)
 
@@ -220,7 +236,8 @@ def _size(file: pathlib.Path) -> int:
 def _is_sealed(program: pathlib.Path) -> bool:
   """Whether a program has the hash that was recorded with it."""
   try:
-    return _hash_file(program).read_bytes() == _hash(program)
+    recorded = _hash_file(program).read_bytes()
+    return recorded == _hash(program)
   except OSError:  # there is no hash, or another process deletes the program
     return False
 
@@ -230,7 +247,8 @@ def _hash_file(program: pathlib.Path) -> pathlib.Path:
 
 
 def _hash(program: pathlib.Path) -> bytes:
-  return hashlib.sha256(program.read_bytes()).hexdigest().encode()
+  digest = hashlib.sha256(program.read_bytes()).hexdigest()
+  return digest.encode()
 
 
 def _key() -> str:
@@ -239,5 +257,7 @@ def _key() -> str:
   with contextlib.suppress(OSError):
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
     wanted = ('flags', 'model name', 'Features')
-    processor += ''.join(sorted({line for line in lines if line.startswith(wanted)}))
-  return hashlib.sha256(f'{jaxlib.version.__version__} {processor}'.encode()).hexdigest()[:16]
+    described = {line for line in lines if line.startswith(wanted)}
+    processor += ''.join(sorted(described))
+  text = f'{jaxlib.version.__version__} {processor}'
+  return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -72,7 +72,8 @@ def member(coordinator: str | None, processes: str, process: int | None) -> Memb
     )
   address = coordinator or COORDINATOR
   host, _, port = address.rpartition(':')
-  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+  is_port = port.isdecimal() and 0 < int(port) < 2**16
+  if not host or not is_port:
     raise ConfigurationError(
       f'--coordinator={address} is not an address. Use HOST:PORT, such as {COORDINATOR}.'
     )
@@ -114,7 +115,7 @@ def join(this: Member, seconds: int) -> None:
       heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
   except (ValueError, TypeError, RuntimeError) as error:
-    reason = str(error).partition('\n')[0]
+    reason, _, _ = str(error).partition('\n')
     if isinstance(error, jax.errors.JaxRuntimeError):
       raise Unreachable(failure.format(reason)) from error
     if address is not None:
@@ -151,17 +152,20 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
         f'process with --processes={DETECTED}.'
       )
     return [value]
-  turn = _turns[name] = _turns.get(name, 0) + 1
+  turn = _turns.get(name, 0) + 1
+  _turns[name] = turn
   place = f'valkyrie/{name}/{turn}'
   _client.key_value_set(f'{place}/{_index}', json.dumps(value))
-  _client.wait_at_barrier(place, int(seconds * 1000))
+  milliseconds = int(seconds * 1000)
+  _client.wait_at_barrier(place, milliseconds)
   found = {}
   for key, text in _client.key_value_dir_get(f'{place}/'):
     _, _, process = key.rpartition('/')
     found[process] = text
   if _index == 0 and turn > 1:  # all processes have read the values of the call before
     _client.key_value_delete(f'valkyrie/{name}/{turn - 1}/')
-  return [json.loads(found[str(process)]) for process in range(_count)]
+  texts = [found[str(process)] for process in range(_count)]
+  return [json.loads(text) for text in texts]
 
 
 def announce(code: int) -> None:
@@ -234,7 +238,8 @@ def say_in_a_thread(message: str) -> threading.Thread:
 
 def abort(message: str) -> None:
   """Exits with 75 after a message, from any thread; the other processes save and stop."""
-  say_in_a_thread(f'valkyrie: {message}').join(_LAST_WORDS_SECONDS)
+  speaking = say_in_a_thread(f'valkyrie: {message}')
+  speaking.join(_LAST_WORDS_SECONDS)
   end(Preempted.exit_code)
   os._exit(Preempted.exit_code)
 
@@ -271,7 +276,8 @@ def _listen() -> None:
         say(f'process {process} ended with exit code {code}, and this process ends with it')
         end(code)
       # Without a handler, which start-up soon installs, the signal would set another exit code.
-      if not stopping and callable(signal.getsignal(signal.SIGTERM)):
+      handler = signal.getsignal(signal.SIGTERM)
+      if not stopping and callable(handler):
         stopping = True
         say(f'process {process} is stopping, and this process stops with it')
         os.kill(os.getpid(), signal.SIGTERM)

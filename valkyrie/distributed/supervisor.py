@@ -192,7 +192,8 @@ class Supervisor:
 
   def _hold(self, model_dir: str | None) -> None:
     """Holds the folder of the run, which its path may name no longer when the run ends."""
-    if self._folder is not None or model_dir is None or bucket.is_bucket(model_dir):
+    is_held = self._folder is not None
+    if is_held or model_dir is None or bucket.is_bucket(model_dir):
       return
     with contextlib.suppress(OSError):  # it is not there yet: the next heartbeat tries again
       self._folder = HeldFolder(model_dir)
@@ -219,13 +220,17 @@ class Supervisor:
       saved = f'last saved step {status.saved}'
     _say(f'{reason}; {saved}; {action}')
     if status.model_dir is not None:
-      facts = {'time': time.time(), 'code': code, 'reason': reason, **dataclasses.asdict(status)}
-      line = (json.dumps(facts) + '\n').encode()
+      status_fields = dataclasses.asdict(status)
+      facts = {'time': time.time(), 'code': code, 'reason': reason, **status_fields}
+      text = json.dumps(facts)
+      line = f'{text}\n'.encode()
       try:
         if bucket.is_bucket(status.model_dir):
-          bucket.Bucket(status.model_dir).append(_REPORTS, line)
+          run_bucket = bucket.Bucket(status.model_dir)
+          run_bucket.append(_REPORTS, line)
         else:
-          appended.append(pathlib.Path(status.model_dir, _REPORTS), line)
+          file = pathlib.Path(status.model_dir, _REPORTS)
+          appended.append(file, line)
       except ValkyrieError as error:
         _say(str(error))
       except OSError as error:
@@ -277,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('command', nargs='+', metavar='COMMAND', help='training command, after --')
   flags = parser.parse_args(arguments)
   seconds = {stage: getattr(flags, f'{stage}_seconds') for stage in _SECONDS}
-  return Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds).run()
+  supervisor = Supervisor(flags.command, seconds, flags.restarts, flags.pause_seconds)
+  return supervisor.run()
 
 
 if __name__ == '__main__':

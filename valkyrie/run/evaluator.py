@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import functools
-import itertools
 import json
 import math
 import pathlib
@@ -77,10 +76,12 @@ def chunk_scores(
   features, carry, parts = visit(terms, model, params, carry, chunk)
   found = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
-  in_bin = floor_log2[..., None] == jnp.arange(_BINS)[None, None]
+  bins = jnp.arange(_BINS)
+  in_bin = floor_log2[..., None] == bins[None, None]
 
   def by_position(values):
-    return jnp.sum(jnp.where(in_bin, values[..., None], 0.0), axis=(0, 1))
+    values_in_bin = jnp.where(in_bin, values[..., None], 0.0)
+    return jnp.sum(values_in_bin, axis=(0, 1))
 
   weights = chunk.weights
   by_loss = by_position(weights * found.loss)
@@ -102,7 +103,8 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
   ):
     chex.assert_shape(found, [shape, shape])
   values, weights = found
-  return jnp.sum(values * weights, dtype=jnp.float32), jnp.sum(weights, dtype=jnp.float32)
+  weighted = jnp.sum(values * weights, dtype=jnp.float32)
+  return weighted, jnp.sum(weights, dtype=jnp.float32)
 
 
 @may_change_on_resume()
@@ -151,12 +153,14 @@ class Evaluator:
 
     def read(params, carry, chunk, cut):
       def of_device(params, carry, batch, *_, **__):
-        own = () if cut else terms  # they measure the whole memory
-        scores, carry = chunk_scores(model, params, carry, batch, metrics=metrics, terms=own)
+        measured = () if cut else terms  # they measure the whole memory
+        scores, carry = chunk_scores(model, params, carry, batch, metrics=metrics, terms=measured)
         return (), carry, scores
 
       if cut:
-        carry = {**carry, 'model': cut_carry(carry['model'], initial_carry()['model'], cut)}
+        empty = initial_carry()
+        model_carry = cut_carry(carry['model'], empty['model'], cut)
+        carry = {**carry, 'model': model_carry}
       size = chunk.inputs.shape[1]
       _, carry, scores = shard_map_step(
         of_device, model, params, carry, chunk, chunk_size=size, learns=None
@@ -164,7 +168,8 @@ class Evaluator:
       return carry, scores
 
     shapes = jax.eval_shape(initial_carry)
-    shardings = partitioner.shardings(shapes, model.carry_axes(shapes))
+    axes = model.carry_axes(shapes)
+    shardings = partitioner.shardings(shapes, axes)
     self._initial_carry = partitioner.jit(initial_carry, out_shardings=shardings)
     self._gather = partitioner.jit(lambda params: gather_params(model, params))
     self._read = partitioner.jit(
@@ -179,9 +184,16 @@ class Evaluator:
     for feed in self.sources.values():
       check_documents(self.model, feed)
       if self._quick is not None:  # prompts may fill it, and a loss without a target is none
-        targets = (feed.read(*span).weights.any() for span in self.spans(feed, whole=True))
-        first = next(itertools.compress(itertools.count(), targets), 0)
+        first = self._first_chunk_with_target(feed)
         self._quick = max(self._quick, first + 1)
+
+  def _first_chunk_with_target(self, feed: TaskFeed) -> int:
+    """The number of the first chunk in which a row has a target; 0 if none has."""
+    for number, (position, length) in enumerate(self.spans(feed, whole=True)):
+      chunk = feed.read(position, length)
+      if chunk.weights.any():
+        return number
+    return 0
 
   def record_data(
     self,
@@ -201,7 +213,8 @@ class Evaluator:
     fingerprints = {name: feed.fingerprint for name, feed in self.sources.items()}
     recorded = fingerprints
     with contextlib.suppress(OSError, ValueError):
-      recorded = foreign.json_value(foreign.content(path))
+      content = foreign.content(path)
+      recorded = foreign.json_value(content)
     if recorded != fingerprints and not may_differ:
       raise ConfigurationError(
         f'{model_dir}/{stream} has evaluations of other data, which numbers of these would be '
@@ -209,7 +222,8 @@ class Evaluator:
         'numbers then go to eval_mine and loss_by_position_mine.png.'
       )
     if jax.process_index() == 0:
-      write = functools.partial(whole_file.write, path, json.dumps(fingerprints) + '\n')
+      text = json.dumps(fingerprints)
+      write = functools.partial(whole_file.write, path, f'{text}\n')
       patiently(write, patience, say, passes=may_pass_when_opened)
 
   def spans(self, feed: TaskFeed, whole: bool) -> list[tuple[int, int]]:
@@ -263,12 +277,15 @@ class Evaluator:
       return jax.device_get(found)
 
     chunks = {name: scores(feed) for name, feed in self.sources.items()}
-    quick = self._metrics({name: _sum(parts[: self._quick]) for name, parts in chunks.items()})
+    quick_sums = {name: _sum(parts[: self._quick]) for name, parts in chunks.items()}
+    quick = self._metrics(quick_sums)
     if not whole:
       return quick
-    found = self._metrics({name: _sum(parts) for name, parts in chunks.items()})
+    sums = {name: _sum(parts) for name, parts in chunks.items()}
+    found = self._metrics(sums)
     if self._quick is not None:
-      found |= {f'quick_{name}': quick[name] for name in ('loss', 'bits_per_byte')}
+      for name in ('loss', 'bits_per_byte'):
+        found[f'quick_{name}'] = quick[name]
     return found
 
   def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
@@ -276,8 +293,9 @@ class Evaluator:
     # The ratio of the whole split, also for its quick part: a store knows only the bytes of all.
     ratios = {name: feed.tokens_per_byte for name, feed in self.sources.items()}
     if len(scores) == 1:
-      (only,), (ratio,) = scores.values(), ratios.values()
-      return {**_metrics(only, ratio), **self._of_terms(only)}
+      ((name, only),) = scores.items()
+      metrics = _metrics(only, ratios[name])
+      return {**metrics, **self._of_terms(only)}
     shares = []
     for name in scores:
       weight = scores[name].weight.sum()
@@ -287,16 +305,23 @@ class Evaluator:
       return sum(share * part for share, part in zip(shares, parts, strict=True) if share)
 
     mean = jax.tree.map(weighted, *scores.values())
-    found = _metrics(mean, mean_tokens_per_byte(self._weights, ratios)) | self._of_terms(mean)
-    found['targets'] = sum(float(of_source.weight.sum()) for of_source in scores.values())
-    for name, of_source in scores.items():
-      metrics = _metrics(of_source, ratios[name]).items()
-      found |= {f'{metric}/{name}': v for metric, v in metrics if '_by_position/' not in metric}
+    ratio = mean_tokens_per_byte(self._weights, ratios)
+    found = {**_metrics(mean, ratio), **self._of_terms(mean)}
+    targets = [float(source.weight.sum()) for source in scores.values()]
+    found['targets'] = sum(targets)
+    for name, source in scores.items():
+      for metric, value in _metrics(source, ratios[name]).items():
+        if '_by_position/' not in metric:
+          found[f'{metric}/{name}'] = value
     return found
 
   def _of_terms(self, scores: Any) -> dict[str, float]:
-    known = (term for term in self._terms if term.name in scores.terms)
-    return {k: v for t in known for k, v in t.metrics(self.model, scores.terms[t.name]).items()}
+    metrics: dict[str, float] = {}
+    for term in self._terms:
+      if term.name in scores.terms:
+        sums = scores.terms[term.name]
+        metrics |= term.metrics(self.model, sums)
+    return metrics
 
 
 def _sum(parts: Sequence[Scores]) -> Scores:
@@ -305,14 +330,18 @@ def _sum(parts: Sequence[Scores]) -> Scores:
 
 
 def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
-  loss = scores.loss.sum()
-  weight = scores.weight.sum()
-  return {
-    **text_metrics(float(loss), float(weight), tokens_per_byte),
-    'accuracy': float(scores.right / weight) if weight else math.nan,
-    **{
-      f'metrics/{name}': float(total / of) if of else math.nan
-      for name, (total, of) in scores.metrics.items()
-    },
-    **position_metrics(scores.loss, scores.weight),
-  }
+  loss = float(scores.loss.sum())
+  weight = float(scores.weight.sum())
+  found = text_metrics(loss, weight, tokens_per_byte)
+  found['accuracy'] = _mean(scores.right, scores.weight.sum())
+  for name, (total, total_weight) in scores.metrics.items():
+    found[f'metrics/{name}'] = _mean(total, total_weight)
+  found |= position_metrics(scores.loss, scores.weight)
+  return found
+
+
+def _mean(total: Any, weight: Any) -> float:
+  """The mean from a weighted sum and its weight; NaN without a weight."""
+  if not weight:
+    return math.nan
+  return float(total / weight)

@@ -59,9 +59,12 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
       why = 'not finite'
       if bool(metrics.spiked):
         why = 'loss spike'
-      loss = text_metrics(float(metrics.sums.followed), float(metrics.sums.weight), None)['loss']
+      sums = metrics.sums
+      text = text_metrics(float(sums.followed), float(sums.weight), None)
+      loss = text['loss']
       line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
-      self._lines.write({**line, 'read': self.budget.describe(step)})
+      line['read'] = self.budget.describe(step)
+      self._lines.write(line)
       self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
     self.budget(step, self._skipped)
 
@@ -110,10 +113,12 @@ class Validation:
     split = 'validation'
     if is_last:
       split = 'the whole validation split'
-    self.say(f'step {step}, {split}: ' + ', '.join(describe(found)))
+    described = ', '.join(describe(found))
+    self.say(f'step {step}, {split}: {described}')
 
   def _draw(self, found: Metrics) -> dict[str, np.ndarray]:
-    picture = pictures.write_loss_by_position(pathlib.Path(self.model_dir), {'validation': found})
+    folder = pathlib.Path(self.model_dir)
+    picture = pictures.write_loss_by_position(folder, {'validation': found})
     return {'validation/loss_by_position': picture[None]}
 
 
@@ -139,9 +144,11 @@ class Saver:
       with doing(f'saving step {run.step}', self.say):
         self.directory.save(run.step, run.state, run.record())
       self._saved_at = time.perf_counter()
-    if (waited := self._saved_at - began) > max(1, 0.1 * (self._saved_at - before)):
+    waited = self._saved_at - began
+    since_last = self._saved_at - before
+    if waited > max(1, 0.1 * since_last):
       self.say(
-        f'the run waited {waited:.1f} s of {self._saved_at - before:.1f} for the save of step '
+        f'the run waited {waited:.1f} s of {since_last:.1f} for the save of step '
         f'{run.step}: a larger checkpoint_every saves less often'
       )
 
@@ -205,7 +212,8 @@ class Profile:
   @contextlib.contextmanager
   def step(self, number: int, untimed: Callable) -> Iterator[None]:
     """Surrounds the dispatch of step `number`; `untimed` surrounds all steps of the profile."""
-    if self._first <= number <= self._last and not self._is_running:
+    is_profiled = self._first <= number <= self._last
+    if is_profiled and not self._is_running:
       self._is_running = True
       self._running.enter_context(untimed())
       with self._watching():

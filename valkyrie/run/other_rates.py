@@ -43,12 +43,14 @@ def other_rates(saved: Mapping[str, float] | None, rates: Rates, steps: range) -
   if before == after:
     return lines
 
-  chosen = np.linspace(steps.start, steps.stop - 1, min(len(steps), _COMPARED)).round().astype(int)
-  earlier = np.array([rates.rate(int(step), before) for step in chosen])
-  current = np.array([rates.rate(int(step), after) for step in chosen])
+  count = min(len(steps), _COMPARED)
+  chosen = np.linspace(steps.start, steps.stop - 1, count).round().astype(int)
+  earlier = np.array([rates.rate(step, before) for step in chosen.tolist()])
+  current = np.array([rates.rate(step, after) for step in chosen.tolist()])
   apart = np.abs(current - earlier)
   most = int(apart.argmax())
-  if apart[most] > _TOLERANCE * current.max():
+  largest = apart[most]
+  if largest > _TOLERANCE * current.max():
     lines.append(
       f'the schedule of the learning rate ended at step {before}, and now ends at step {after}: '
       f'step {chosen[most] + 1} has {current[most]:.4g}, and with the earlier end '

@@ -35,7 +35,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
   partitioner = current_partitioner()
   if partitioner is None:
     return x
-  return jax.lax.with_sharding_constraint(x, partitioner.sharding(axes))
+  sharding = partitioner.sharding(axes)
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @gin.configurable
@@ -82,10 +83,11 @@ class Partitioner:
       )
     if slices > 1:
       self.axis_rules['batch'] = (SLICE, *self.axes_of('batch'))
-    self._parameter_axes = tuple(
-      (regular_expression('Partitioner.parameter_axes', pattern), axes)
-      for pattern, axes in parameter_axes
-    )
+    parameter_rules = []
+    for pattern, axes in parameter_axes:
+      expression = regular_expression('Partitioner.parameter_axes', pattern)
+      parameter_rules.append((expression, axes))
+    self._parameter_axes = tuple(parameter_rules)
     for logical, axes in self.axis_rules.items():
       unknown = set(as_tuple(axes)) - set(self.mesh.axis_names)
       if unknown:
@@ -127,7 +129,8 @@ class Partitioner:
       )
     split = self._split_weight_axes()
     over = {self.axes_of(name) for name in split}
-    if self.gather_layers and (len(over) != 1 or self.axes_of('layers')):
+    is_one = len(over) == 1 and not self.axes_of('layers')
+    if self.gather_layers and not is_one:
       listed = ', '.join(map(repr, split)) or 'none'
       raise ConfigurationError(
         f'Partitioner.gather_layers = True needs all weights split over the same mesh axes, but '
@@ -144,7 +147,8 @@ class Partitioner:
     """The mesh axes over which the weights of layers stay split; empty unless `gather_layers`."""
     if not self.gather_layers:
       return ()
-    return self.axes_of(self._split_weight_axes()[0])
+    first, *_ = self._split_weight_axes()
+    return self.axes_of(first)
 
   @property
   def computation(self) -> tuple[Any, ...]:
@@ -175,7 +179,8 @@ class Partitioner:
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes."""
     split = [self.axis_rules.get(axis or '') for axis in axes]
-    return NamedSharding(self.mesh, PartitionSpec(*split))
+    spec = PartitionSpec(*split)
+    return NamedSharding(self.mesh, spec)
 
   def shardings(self, shapes: Any, axes: Any) -> Any:
     """The sharding of every leaf of a pytree of arrays or shapes, from the logical axes of each.
@@ -186,7 +191,8 @@ class Partitioner:
     def of_leaf(key_path, leaf, axes):
       sharding = self.sharding(axes)
       for size, axis, split in zip(leaf.shape, axes, sharding.spec, strict=True):
-        parts = math.prod(self.mesh.shape[name] for name in as_tuple(split))
+        sizes = [self.mesh.shape[name] for name in as_tuple(split)]
+        parts = math.prod(sizes)
         if size % parts:
           named = 'the size'
           if axis == 'time':
@@ -226,7 +232,8 @@ class Partitioner:
 
   def parts_of(self, axis: str) -> int:
     """The number of parts into which a logical axis is split."""
-    return math.prod(self.mesh.shape[name] for name in self.axes_of(axis))
+    sizes = [self.mesh.shape[name] for name in self.axes_of(axis)]
+    return math.prod(sizes)
 
   def check_batch(
     self, batch_size: int, *chunk_sizes: int, owner: str = '', feed: str = ''
@@ -251,11 +258,13 @@ class Partitioner:
 
   def local_rows(self, batch_size: int) -> list[int]:
     """The numbers of the rows that devices of this process hold, wholly or in part."""
-    by_device = self.batch_sharding().addressable_devices_indices_map((batch_size, 1))
+    sharding = self.batch_sharding()
+    by_device = sharding.addressable_devices_indices_map((batch_size, 1))
     rows = set()
     for index in by_device.values():
       if index:
-        rows.update(range(batch_size)[index[0]])
+        rows_of_device = range(batch_size)[index[0]]
+        rows.update(rows_of_device)
     return sorted(rows)
 
   def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
@@ -274,21 +283,25 @@ class Partitioner:
 
     def place(x):
       def part(index):
-        of_device = rows[index[0]]
-        first = held.index(of_device.start)
-        return x[first : first + len(of_device), index[1]]
+        rows_of_device = rows[index[0]]
+        first = held.index(rows_of_device.start)
+        last = first + len(rows_of_device)
+        return x[first:last, index[1]]
 
-      return jax.make_array_from_callback((len(rows), x.shape[1]), sharding, part)
+      shape = (len(rows), x.shape[1])
+      return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(place, batch)
 
   def jit(self, fn: Callable, **options: Any) -> Callable:
     """`jax.jit` on this mesh, inside which `constrain` applies these rules."""
-    return jax.jit(ambient.within(partitioner=self)(fn), **options)
+    on_this_mesh = ambient.within(partitioner=self)
+    return jax.jit(on_this_mesh(fn), **options)
 
   def shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`jax.shard_map` over all mesh axes, inside which `constrain` does nothing."""
-    body = ambient.within(partitioner=None)(fn)
+    without_partitioner = ambient.within(partitioner=None)
+    body = without_partitioner(fn)
     return jax.shard_map(
       body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

@@ -73,7 +73,8 @@ def split_product(
     return product(x, weights)
 
   def divides(size: int, mesh_axes: tuple[str, ...]) -> bool:
-    return size % math.prod(partitioner.mesh.shape[axis] for axis in mesh_axes) == 0
+    sizes = [partitioner.mesh.shape[axis] for axis in mesh_axes]
+    return size % math.prod(sizes) == 0
 
   def splits_over_both(leaf: Array) -> bool:
     return divides(leaf.shape[-1], summed + kept)
@@ -110,12 +111,16 @@ def split_product(
 
   def product_of_device(x, weights):
     whole = jax.tree.map(gather, x, inputs_split)
-    parts = product(whole, jax.tree.map(gather_weight, weights))
+    whole_weights = jax.tree.map(gather_weight, weights)
+    parts = product(whole, whole_weights)
     return jax.tree.map(scatter, parts, results_split)
 
   x_specs = jax.tree.map(lambda leaf: spec(leaf, rows[0], summed, kept), x)
   result_specs = jax.tree.map(lambda leaf: spec(leaf, rows[1], kept, summed), result)
-  weight_spec = _spec([a + b for a, b in zip(split, gathered, strict=True)])
+  weight_axes = [
+    kept_axes + rows_axes for kept_axes, rows_axes in zip(split, gathered, strict=True)
+  ]
+  weight_spec = _spec(weight_axes)
   split_over_devices = partitioner.shard_map(
     product_of_device, in_specs=(x_specs, weight_spec), out_specs=result_specs
   )
@@ -125,7 +130,8 @@ def split_product(
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
   """The PartitionSpec of these mesh axes of each dimension."""
-  return PartitionSpec(*(entry or None for entry in entries))
+  mesh_axes = [entry or None for entry in entries]
+  return PartitionSpec(*mesh_axes)
 
 
 def devices() -> int:

@@ -61,9 +61,9 @@ class Bucket:
     """Connects to 'gs://BUCKET/FOLDERS'; raises as `client`, or ConfigurationError for another."""
     self._bucket, _, folder = address.removeprefix(SCHEME).partition('/')
     folder = folder.strip('/')
-    literal = folder.isprintable() and not _NOT_LITERAL.search(f'/{folder}/')
+    is_literal = folder.isprintable() and not _NOT_LITERAL.search(f'/{folder}/')
     is_folder = self._bucket and foreign_names.is_below(folder)
-    if not (address.startswith(SCHEME) and is_folder and literal):
+    if not (address.startswith(SCHEME) and is_folder and is_literal):
       raise ConfigurationError(
         f'{address!a} is not the address of a folder for a run. Use {SCHEME}BUCKET/FOLDER. '
         'Libraries for buckets misread the characters [ * ? # and backslash, unprintable ones, and '
@@ -103,7 +103,8 @@ class Bucket:
   def read(self, name: str) -> tuple[bytes, int]:
     """The content of an object, and its generation."""
     headers, content = self._call('GET', name, alt='media')
-    hashes = ','.join(headers.getall('X-Goog-Hash', ()))
+    listed_hashes = headers.getall('X-Goog-Hash', ())
+    hashes = ','.join(listed_hashes)
     md5 = re.search(r'md5=([^, ]+)', hashes)
     if md5 and md5[1] != _md5(content):
       raise OSError(errno.EIO, 'it has another MD5 than was sent', f'{self.address}/{name}')
@@ -150,7 +151,8 @@ class Bucket:
     is_appended = False
     try:
       while not is_appended:
-        earlier = self.objects(name).get(name, Object(0, None, 0))
+        listing = self.objects(name)
+        earlier = listing.get(name, Object(0, None, 0))
         parts = [{'name': self._prefix + part}]
         if earlier.generation:
           parts.insert(0, {'name': self._prefix + name})
@@ -160,7 +162,8 @@ class Bucket:
           is_appended = True
         except Changed:  # by another writer, or by this one, to whom the answer got lost
           present, _ = self.read(name)
-          is_appended = present[earlier.size : earlier.size + len(content)] == content
+          end = earlier.size + len(content)
+          is_appended = present[earlier.size : end] == content
     finally:
       self.delete({part: uploaded})
 
@@ -184,7 +187,8 @@ class Bucket:
             json_out=True,
           )
       except Changed:  # unless the answer to this copy got lost
-        if objects[name].md5 != self.objects(copied)[copied].md5:
+        present = self.objects(copied)[copied]
+        if objects[name].md5 != present.md5:
           raise
 
     self._at_once(copy_one, objects)
@@ -212,14 +216,19 @@ def _object(item: Mapping[str, Any]) -> Object:
   """The object that an item of a listing describes."""
   md5 = None
   if 'md5Hash' in item:
-    md5 = base64.b64decode(item['md5Hash']).hex()
-  return Object(int(item['size']), md5, int(item['generation']))
+    digest = base64.b64decode(item['md5Hash'])
+    md5 = digest.hex()
+  size = int(item['size'])
+  generation = int(item['generation'])
+  return Object(size, md5, generation)
 
 
 def _part(boundary: str, kind: str, content: bytes) -> bytes:
   """A part of a request with several parts."""
-  return f'--{boundary}\r\nContent-Type: {kind}\r\n\r\n'.encode() + content
+  head = f'--{boundary}\r\nContent-Type: {kind}\r\n\r\n'
+  return head.encode() + content
 
 
 def _md5(content: bytes) -> str:
-  return base64.b64encode(hashlib.md5(content).digest()).decode()
+  digest = hashlib.md5(content).digest()
+  return base64.b64encode(digest).decode()

@@ -58,30 +58,36 @@ class BucketDirectory(os.PathLike):
       for folder in {*folders} - _NOT_COPIED:
         names |= self.bucket.objects(folder)
       advice = 'Nothing was copied. Delete this object, or use another copy of the run.'
-      for name in [foreign_names.checked(name, self, advice) for name in names]:
+      checked = [foreign_names.checked(name, self, advice) for name in names]
+      for name in checked:
         file = self._local / name
-        if _EVENTS not in file.name and file.suffix != '.lock':
+        is_copied = _EVENTS not in file.name and file.suffix != '.lock'
+        if is_copied:
           with contextlib.suppress(FileNotFoundError):  # a process has deleted it meanwhile
             content, _ = self.bucket.read(name)
             if content:  # an empty object may be the mark of a folder
               file.parent.mkdir(parents=True, exist_ok=True)
               file.write_bytes(content)
-              self._equal[name] = len(content), file.stat().st_mtime_ns
+              modified = file.stat().st_mtime_ns
+              self._equal[name] = (len(content), modified)
 
   def upload(self) -> None:
     """Uploads the files that have changed; raises OSError."""
     with self._uploading:
       for file in sorted(self._local.rglob('*')):
         path = file.relative_to(self._local)
-        if file.is_file() and not any(map(owned.is_temporary, path.parts)):
+        is_temporary = any(map(owned.is_temporary, path.parts))
+        if file.is_file() and not is_temporary:
           self._upload(path.as_posix(), file)
 
   def _upload(self, name: str, file: pathlib.Path) -> None:
     uploaded_size, uploaded_time = self._equal.get(name, (0, 0))
     status = file.stat()
-    if (uploaded_size, uploaded_time) == (status.st_size, status.st_mtime_ns):
+    now = (status.st_size, status.st_mtime_ns)
+    if (uploaded_size, uploaded_time) == now:
       return
-    grows = file.suffix == '.jsonl' or file.name == 'log.txt' or _EVENTS in file.name
+    has_lines = file.suffix == '.jsonl' or file.name == 'log.txt'
+    grows = has_lines or _EVENTS in file.name
     has_grown = grows and uploaded_size <= status.st_size
     begin = 0
     if has_grown:
@@ -90,7 +96,8 @@ class BucketDirectory(os.PathLike):
       stream.seek(begin)
       content = stream.read(status.st_size - begin)
     if file.suffix == '.jsonl':  # the object never ends within a line
-      content = content[: content.rfind(b'\n') + 1]
+      end = content.rfind(b'\n') + 1
+      content = content[:end]
     if not has_grown:
       self.bucket.write(name, content)
     elif content:  # another process, such as an evaluation of this run, may add to it, too

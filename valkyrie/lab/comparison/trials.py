@@ -153,10 +153,12 @@ def recorded(trial: Trial) -> Run | None:
     before['program'] = kept.read_text()
     after['program'] = shlex.join(trial.program)
   for name in sorted({*before, *after}):
-    if before.get(name) != after.get(name):
+    value_before = before.get(name)
+    value_after = after.get(name)
+    if value_before != value_after:
       raise ConfigurationError(
-        f'{trial.folder} has a run with {name} = {before.get(name)!r}, which is '
-        f'{after.get(name)!r} in this comparison. Name other --results, or delete that folder.'
+        f'{trial.folder} has a run with {name} = {value_before!r}, which is '
+        f'{value_after!r} in this comparison. Name other --results, or delete that folder.'
       )
   if run.evaluations and run.evaluations[-1]['step'] == trial.steps:
     return run
@@ -222,11 +224,13 @@ def costs(run: Run) -> dict[str, float | None]:
   """{budget: its amount in a step}, without compilation; None if it is unknown."""
   seconds_by_phase: dict[int, list[float]] = {}
   for line in run.lines:
-    seconds_by_phase.setdefault(line.get('phase', 0), []).append(line['step_seconds'])
+    of_phase = seconds_by_phase.setdefault(line.get('phase', 0), [])
+    of_phase.append(line['step_seconds'])
   # Slow moments of the machine leave a median as it is; each phase has its share of the lines.
   typical_seconds = []
   for seconds in seconds_by_phase.values():
-    typical_seconds += [statistics.median(seconds)] * len(seconds)
+    typical = statistics.median(seconds)
+    typical_seconds += [typical] * len(seconds)
   step_costs: dict[str, float | None] = {'seconds': statistics.fmean(typical_seconds)}
   last = run.lines[-1]
   for budget in ('tokens', 'flops'):

@@ -12,7 +12,9 @@ def is_near(first: float | None, second: float | None) -> bool:
   """Whether two amounts of training are equal within a tenth; unknown ones count as equal."""
   if not first or not second:
     return True
-  return max(first, second) <= _NEAR * min(first, second)
+  larger = max(first, second)
+  smaller = min(first, second)
+  return larger <= _NEAR * smaller
 
 
 def verdict(
@@ -33,7 +35,8 @@ def verdict(
     amounts: how much each candidate has trained, the mean over its seeds; None if unknown.
   """
   first, *others = scores
-  return [_compare(first, other, scores, unit, budget, amounts or {}) for other in others]
+  used = amounts or {}
+  return [_compare(first, other, scores, unit, budget, used) for other in others]
 
 
 def _compare(
@@ -46,7 +49,8 @@ def _compare(
 ) -> str:
   """What can be said about two candidates, where the first has the lower mean."""
   mean_of_first = statistics.fmean(scores[first])
-  difference = statistics.fmean(scores[other]) - mean_of_first
+  mean_of_other = statistics.fmean(scores[other])
+  difference = mean_of_other - mean_of_first
   if not math.isfinite(difference):
     return f'{other} diverged.'
   used_by_first = amounts.get(first)

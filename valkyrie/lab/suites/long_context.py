@@ -109,9 +109,10 @@ def long_context(
         try:
           scores[cell] = _score(run, cell, samples, seed, sentences, batch_size)
         except TooShortError as error:
-          if (name, cell.length) not in left_out:
+          case = (name, cell.length)
+          if case not in left_out:
             print(f'{error} This length is left out.', flush=True)
-          left_out.add((name, cell.length))
+          left_out.add(case)
           continue
         results.write({**cell._asdict(), 'score': scores[cell], **settings})
         print(f'{cell}: {scores[cell]:.1%}', flush=True)
@@ -128,7 +129,8 @@ def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_C
   scores = {}
   for line in json_lines.read_lines(file):
     line.setdefault('changed', None)  # earlier versions did not write it
-    if settings.items() <= line.items() and isinstance(line.get('score'), float):
+    is_same = settings.items() <= line.items()
+    if is_same and isinstance(line.get('score'), float):
       cell = _Cell._make(map(line.get, _Cell._fields))
       scores[cell] = line['score']
   return scores
@@ -196,14 +198,17 @@ def _score(
   problems = []
   for number in range(samples):
     problem_seed = (seed, place, number)
-    problems.append(fitted(name, length, depth, sentences, tokens, problem_seed))
+    problem = fitted(name, length, depth, sentences, tokens, problem_seed)
+    problems.append(problem)
   suite = SUITES[name]
   scores = []
   for batch in batches(problems, batch_size):
-    carry = run.read([problem.context for problem in batch], cut=cut)
+    contexts = [problem.context for problem in batch]
+    carry = run.read(contexts, cut=cut)
     rows_and_questions = []
     for row, problem in enumerate(batch):
-      rows_and_questions += [(row, question) for question in problem.questions]
+      for question in problem.questions:
+        rows_and_questions.append((row, question))
     for part in batches(rows_and_questions, batch_size):
       rows = [row for row, _ in part]
       questions = [question for _, question in part]

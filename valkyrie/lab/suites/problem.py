@@ -106,8 +106,8 @@ def fitted(
   @functools.cache
   def size(units: int) -> int:
     problem = make(units)
-    longest_question = max(tokens(question.text) for question in problem.questions)
-    return tokens(problem.context) + longest_question + suite.max_tokens
+    sizes = [tokens(question.text) for question in problem.questions]
+    return tokens(problem.context) + max(sizes) + suite.max_tokens
 
   shortest = size(0)
   if shortest > length:
@@ -115,10 +115,12 @@ def fitted(
       f'A problem of {name} has at least {shortest:,} tokens, more than the {length:,} of '
       'long_context.lengths.'
     )
-  tokens_of_unit = max(1.0, (size(_SAMPLE) - shortest) / _SAMPLE)
+  growth = size(_SAMPLE) - shortest
+  tokens_of_unit = max(1.0, growth / _SAMPLE)
   units = int((length - shortest) / tokens_of_unit)
   while size(units) > length:
-    too_many = int((size(units) - length) / tokens_of_unit)
+    too_long = size(units) - length
+    too_many = int(too_long / tokens_of_unit)
     units = max(0, units - max(1, too_many))
   return make(units)
 
@@ -182,4 +184,5 @@ def share_of_answers(continuation: str, question: Question) -> float:
 
 def begins_with_answer(continuation: str, question: Question) -> float:
   """Whether the continuation begins with the only answer."""
-  return float(continuation.lstrip().startswith(question.answers[0]))
+  text = continuation.lstrip()
+  return float(text.startswith(question.answers[0]))

@@ -87,7 +87,9 @@ def verify(model_dir: str, *, settings: Callable[[], StepSettings]) -> None:
   except Exception as error:  # the findings before it count
     failure = error
   path = pathlib.Path(model_dir) / 'verify.json'
-  rows = [finding._asdict() | {'agrees': finding.agrees} for finding in findings]
+  rows = []
+  for finding in findings:
+    rows.append({**finding._asdict(), 'agrees': finding.agrees})
   text = json.dumps({'findings': rows, 'not_possible': refused}, indent=2)
   if rows:
     whole_file.write_version(path, f'{text}\n'.encode())
@@ -113,10 +115,12 @@ def _layouts(
   if jax.device_count() == 1:
     return layouts, refused
   computations = [layout_of_run.computation]
-  for path in sorted((paths.GIN / 'partition').glob('*.gin')):
+  files = (paths.GIN / 'partition').glob('*.gin')
+  for path in sorted(files):
     try:
       with override_gin([f'gin/partition/{path.name}'], []):
-        layout = Setup(settings()).partitioner
+        other_setup = Setup(settings())
+      layout = other_setup.partitioner
     except ConfigurationError as error:
       verify_forms.refuse(refused, f'layout {path.stem}', message_of(error))
       continue
@@ -131,7 +135,8 @@ def _findings(
 ) -> Iterator[Finding]:
   precision_of_run = str(setup.model.about.compute_dtype)
   precisions = [precision_of_run, 'float32']
-  if jax.devices()[0].platform != 'tpu':
+  platform = jax.devices()[0].platform
+  if platform != 'tpu':
     precisions.append('float64')
   runs = []
   for precision in dict.fromkeys(precisions):
@@ -185,11 +190,13 @@ def _largest(
   for name, value in expected.items():
     if name in numbers:
       size = np.linalg.norm(value) + 1e-300
-      deviations[name] = float(np.linalg.norm(numbers[name] - value) / size)
+      difference = np.linalg.norm(numbers[name] - value)
+      deviations[name] = float(difference / size)
       effects = [np.linalg.norm(spread[name]) for spread in spreads if name in spread]
       roundings[name] = float(max(effects) / size)
   # The spread of a single number may be small by chance, but not much below all other spreads.
-  least = 0.1 * float(np.median([*roundings.values()]))
+  all_roundings = list(roundings.values())
+  least = 0.1 * float(np.median(all_roundings))
   findings = []
   for name, deviation in deviations.items():
     rounding = max(roundings[name], least)
@@ -197,7 +204,8 @@ def _largest(
     findings.append(finding)
 
   def multiple(finding):
-    return np.nan_to_num(finding.deviation / finding.rounding, nan=np.inf)
+    ratio = finding.deviation / finding.rounding
+    return np.nan_to_num(ratio, nan=np.inf)
 
   return max(findings, key=multiple)
 
@@ -213,7 +221,8 @@ def _restored(setup: Setup, place: pathlib.Path) -> Finding:
   rows = setup.settings.batch_size
   documents = verify_forms.documents(rows, phase.tokens_per_row, setup.language_model.about)
   batch = setup.partitioner.place_batch(documents)
-  step = setup.trace(phase).lower().compile(compiler_options())
+  lowered = setup.trace(phase).lower()
+  step = lowered.compile(compiler_options())
   state, _ = step(setup.initial_state(), batch)
   restored = _saved_and_restored(setup, state, place)
   # A step gives up the memory of its state, so `state` is saved before.
@@ -239,7 +248,8 @@ def _saved_and_restored(setup: Setup, state: TrainState, place: pathlib.Path) ->
     folder_name = None
     if jax.process_index() == 0:
       with write_errors(f'{place.parent} cannot be written', 'pass another --model_dir'):
-        folder_name = stack.enter_context(owned.temporary_folder(place)).name
+        folder = stack.enter_context(owned.temporary_folder(place))
+        folder_name = folder.name
     first, *_ = processes.exchange('verify', folder_name)
     with Checkpoints().open(place.with_name(first)) as directory:
       directory.save_now(1, state, {}, patiently=False)
