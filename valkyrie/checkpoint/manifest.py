@@ -71,19 +71,22 @@ class DiskFiles:
   def has(self, name: str) -> bool:
     # A symbolic link would leave the step.
     file = self._place / name
-    return file.is_file() and file.resolve() == self._place.resolve() / name
+    real_place = self._place.resolve()
+    return file.is_file() and file.resolve() == real_place / name
 
   def names(self) -> list[str]:
     # A link to a folder is listed: its files would be read, and are not in the manifest.
     names = []
     for path in self._place.rglob('*'):
       if path.is_symlink() or not path.is_dir():
-        names.append(path.relative_to(self._place).as_posix())
+        relative = path.relative_to(self._place)
+        names.append(relative.as_posix())
     return sorted(names)
 
   def digests(self, names: Iterable[str], algorithm: str) -> Iterator[str]:
     def of_file(name):
-      with _named(self._place / name), open(self._place / name, 'rb') as file:
+      path = self._place / name
+      with _named(path), open(path, 'rb') as file:
         digest = hashlib.file_digest(file, algorithm).hexdigest()
         if self._sync:
           os.fsync(file.fileno())
@@ -94,7 +97,8 @@ class DiskFiles:
 
   def size(self) -> int:
     """Bytes."""
-    return sum(file.stat().st_size for file in self._place.rglob('*'))
+    sizes = [file.stat().st_size for file in self._place.rglob('*')]
+    return sum(sizes)
 
 
 def is_step(name: str) -> bool:
@@ -187,7 +191,9 @@ def _parsed(algorithm: str, text: bytes, step: int) -> dict[str, str]:
   title = f'# step {step}\n'.encode()
   if lines[0] != title:
     raise ValueError(f'{manifest_name} belongs to another step')
-  pairs = [line.rstrip(b'\n').partition(b'  ') for line in lines[1:-1]]
+  pairs = []
+  for line in lines[1:-1]:
+    pairs.append(line.rstrip(b'\n').partition(b'  '))
   try:
     digests = {file.decode(): digest.decode() for digest, _, file in pairs}
   except UnicodeDecodeError:
@@ -216,7 +222,8 @@ def _difference(files: Files, algorithm: str, expected: Mapping[str, str]) -> st
 
 
 def _seal(text: bytes) -> bytes:
-  return f'# sha256 {hashlib.sha256(text).hexdigest()}\n'.encode()
+  digest = hashlib.sha256(text).hexdigest()
+  return f'# sha256 {digest}\n'.encode()
 
 
 @contextlib.contextmanager

@@ -251,7 +251,8 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
       return step, damaged
     damaged[step] = damage
   if damaged:
-    lines = '\n'.join(f'  step {step}: {damage}' for step, damage in damaged.items())
+    described = [f'  step {step}: {damage}' for step, damage in damaged.items()]
+    lines = '\n'.join(described)
     raise StorageError(
       f'All steps in {steps.place} are damaged, so that the run cannot continue from any:\n'
       f'{lines}\nNothing was changed. Restore the directory from a copy, move it away to start '
@@ -284,7 +285,8 @@ def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
   losses = {}
   for step in saved:
     with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
-      loss = record(steps, step).get('validation_loss')
+      of_step = record(steps, step)
+      loss = of_step.get('validation_loss')
       if isinstance(loss, float) and math.isfinite(loss):
         losses[step] = loss
   return sorted(losses, key=lambda step: (losses[step], step))
@@ -300,8 +302,10 @@ def superseded(
   best = best_first(steps, saved)
   kept = set(best[:keep_best])
   if keep_period:
-    kept.update(step for step in saved if step % keep_period == 0)
-  kept.update(saved[-max(1, keep) :])
+    of_period = [step for step in saved if step % keep_period == 0]
+    kept.update(of_period)
+  newest_count = max(1, keep)
+  kept.update(saved[-newest_count:])
   return [step for step in saved if step not in kept]
 
 
@@ -309,14 +313,16 @@ def record(steps: Steps, step: int) -> dict[str, Any]:
   """The record of a step; raises StorageError if it cannot be read."""
   message = f'The record of step {step} in {steps.place} cannot be read'
   with storage_errors(message, also=(ValueError,)):
-    return foreign.json_object(steps.files(step).read('record.json'))
+    content = steps.files(step).read('record.json')
+    return foreign.json_object(content)
 
 
 def write_manifest(place: pathlib.Path, step: int) -> None:
   """Hashes the files of a step, writes their manifest, and flushes everything to disk."""
   files = DiskFiles(place, sync=True)
   names = [name for name in files.names() if name != owned.MARK]
-  digests = dict(zip(names, files.digests(names, manifest.SHA256), strict=True))
+  digests_of_names = files.digests(names, manifest.SHA256)
+  digests = dict(zip(names, digests_of_names, strict=True))
   file = place / manifest.name(manifest.SHA256)
   file.write_bytes(manifest.content(step, digests))
   sync(file)
@@ -338,6 +344,7 @@ def sync(path: pathlib.Path) -> None:
 def _moved_into(folder: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
   """Moves a step into a folder, under a name that is free there; returns its new path."""
   folder.mkdir(exist_ok=True)
-  target = folder / manifest.free(place.name, lambda name: os.path.lexists(folder / name))
+  name = manifest.free(place.name, lambda name: os.path.lexists(folder / name))
+  target = folder / name
   owned.rename(place, target)
   return target

@@ -27,7 +27,8 @@ RUN_MACROS = frozenset({
 _OPTAX: dict[str, Any] = {}
 for _module in (optax, optax.contrib):
   for _name in dir(_module):
-    _OPTAX[f'{_module.__name__}.{_name}'] = getattr(_module, _name)
+    _name_of_part = f'{_module.__name__}.{_name}'
+    _OPTAX[_name_of_part] = getattr(_module, _name)
 
 # The ranges of numbers that optax names; it annotates them as arrays or schedules.
 OPTAX_NUMBERS = {
@@ -176,7 +177,8 @@ def check_tasks(effective: Effective, allowed: Sequence[str]) -> None:
     if isinstance(value, dict):
       sources = value.values()
     for arguments in sources:
-      if not isinstance(arguments, dict) or 'task' not in arguments:
+      has_task = isinstance(arguments, dict) and 'task' in arguments
+      if not has_task:
         continue
       task, inner_source = parse.resolve(arguments['task'], macros)
       from_statement = inner_source or source or statement
@@ -197,7 +199,8 @@ def check_buildable(leaf: parse.Reference, where: str, effective: Effective) -> 
   part_constructor = constructor(part)
   selectors = set()
   for name, known in gin_config._REGISTRY.items():
-    if known.wrapped in classes and constructor(known.wrapped) is part_constructor:
+    is_base = known.wrapped in classes
+    if is_base and constructor(known.wrapped) is part_constructor:
       selectors.add(name)
   bound = {parameter for _, selector, parameter in effective if selector in selectors}
   for parameter in missing(part, bound):

@@ -19,7 +19,9 @@ def differences(
     default = _NOTHING
     if default_of is not None and not is_in_both:
       default = default_of(name)
-    if was.get(name, default) != now.get(name, default):
+    value_before = was.get(name, default)
+    value_now = now.get(name, default)
+    if value_before != value_now:
       lines.append(f'{name} was {_text(was, name)}, is {_text(now, name)}')
   return lines
 

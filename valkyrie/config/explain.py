@@ -21,7 +21,8 @@ def explained(statements: Sequence[Statement]) -> str:
     for key in check.effective_bindings([statement]):
       setters.setdefault(key, []).append(statement)
   ordered = sorted(setters.values(), key=_order)
-  last_values = '\n'.join(_value(chain[-1]) for chain in ordered)
+  values = [_value(chain[-1]) for chain in ordered]
+  last_values = '\n'.join(values)
   values = redact(last_values).splitlines()
   longest = max(map(len, values), default=0)
   width = min(longest, 60)

@@ -109,7 +109,9 @@ def macros_in(value: Any, macros: Mapping[str, Statement]) -> set[str]:
         new_names.add(leaf.name)
     new_names -= names
     names |= new_names
-    values = [macros[name].parsed.value for name in new_names & macros.keys()]
+    values = []
+    for name in new_names & macros.keys():
+      values.append(macros[name].parsed.value)
   return names
 
 
@@ -162,7 +164,8 @@ def read_statements(
 def importable(allowed_imports: Sequence[str]) -> tuple[str, ...]:
   """The packages that gin may import; a ConfigurationError if one is not a name."""
   for package in allowed_imports:
-    if not all(part.isidentifier() for part in package.split('.')):
+    names = package.split('.')
+    if not all(part.isidentifier() for part in names):
       raise ConfigurationError(
         f'--gin_allow_import={package} is not the name of a package. Pass the name that '
         'Python imports, such as my_package.'

@@ -90,7 +90,8 @@ def check_fields(settings: Any) -> None:
   annotations = _annotations(type(settings))
   for field in dataclasses.fields(settings):
     name = f'{type(settings).__name__}.{field.name}'
-    check(name, getattr(settings, field.name), annotations[field.name])
+    value = getattr(settings, field.name)
+    check(name, value, annotations[field.name])
 
 
 def checked(function: _Function) -> _Function:
@@ -105,9 +106,11 @@ def checked(function: _Function) -> _Function:
   @functools.wraps(function)
   def check_and_call(*args: Any, **kwargs: Any) -> Any:
     annotations = _annotations(function)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given_by_place = zip(names, args, strict=False)
+    given = dict(given_by_place) | kwargs
     for name, value in given.items():
-      check(f'{owner}.{name}', value, annotations.get(name))
+      annotation = annotations.get(name)
+      check(f'{owner}.{name}', value, annotation)
     return function(*args, **kwargs)
 
   # gin looks for it there, and not behind `__wrapped__`, to know what a caller gives by position.

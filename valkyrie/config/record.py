@@ -39,7 +39,8 @@ def configuration_texts() -> dict[str, str]:
   text = redact(gin.config_str())
   fields = sealed(_as_data(text))
   data = json.dumps(fields, indent=2, ensure_ascii=False)
-  return {'config.gin': f'{parse.RECORDED}\n{text}', 'config.json': f'{data}\n'}
+  statements = f'{parse.RECORDED}\n{text}'
+  return {'config.gin': statements, 'config.json': f'{data}\n'}
 
 
 def operative_configuration_text() -> str:
@@ -188,7 +189,8 @@ def _kept_tokenizer(model_dir: pathlib.Path) -> dict[str, str]:
 def _statement(path: pathlib.Path, line: str, name: str | None = None) -> Statement:
   """A line as exactly one import, or as exactly one binding of `name`."""
   (parsed,) = parse.parse(line)
-  statement = Statement(f'{path}: {name or line}', parsed, recorded=True)
+  place = f'{path}: {name or line}'
+  statement = Statement(place, parsed, recorded=True)
   is_right = statement.is_binding
   if name is None:
     is_right = statement.is_import

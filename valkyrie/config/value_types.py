@@ -143,7 +143,8 @@ def _expected_part(value: Any, annotation: Any) -> str | None:
     return _expected_items(value, arguments[0])
   if origin is collections.abc.Callable:
     return _expected_maker(value, arguments[-1])
-  if origin is None and inspect.isclass(annotation) and annotation is not inspect.Parameter.empty:
+  is_annotated = annotation is not inspect.Parameter.empty
+  if origin is None and is_annotated and inspect.isclass(annotation):
     return _expected_instance(value, annotation)
   return None
 
@@ -164,7 +165,8 @@ def _expected_literal(value: Any, kind: type) -> str | None:
   if _is_a(value, kind) or isinstance(value, Macro):
     return None
   is_call = isinstance(value, Reference) and value.evaluated
-  if is_call and kind in _LITERALS and not inspect.isclass(_target(value)):
+  is_literal = kind in _LITERALS
+  if is_call and is_literal and not inspect.isclass(_target(value)):
     return None  # the result of a function is of an unknown type
   return _LITERALS.get(kind, 'None')
 
@@ -187,7 +189,8 @@ def _expected_maker(value: Any, part: Any) -> str | None:
   """As `_expected`, for a callable that returns an instance of `part`."""
   name = _name_of(part)
   if not isinstance(value, Reference):
-    if type(value) in _LITERALS or isinstance(value, list | tuple | None):
+    is_literal = type(value) in _LITERALS
+    if is_literal or isinstance(value, list | tuple | None):
       return f'a reference to {name}'
     return None
   if not value.evaluated:
@@ -204,7 +207,8 @@ def _expected_instance(value: Any, part: Any) -> str | None:
   """As `_expected`, for an instance of `part`."""
   name = _name_of(part)
   if not isinstance(value, Reference):
-    if type(value) in _LITERALS and part.__module__.startswith('valkyrie.'):
+    is_ours = part.__module__.startswith('valkyrie.')
+    if is_ours and type(value) in _LITERALS:
       return f'{name}, such as @NAME()'
     return None
   if value.evaluated:
@@ -228,7 +232,8 @@ def _is_result(reference: Reference, part: Any) -> bool:
   """Whether the result of a call is known to be an instance of `part`, not what makes one."""
   target = _target(reference)
   if inspect.isclass(target):
-    if not any('__call__' in vars(kind) for kind in inspect.getmro(target)):
+    classes = inspect.getmro(target)
+    if not any('__call__' in vars(kind) for kind in classes):
       return True
   else:
     target = inspect.signature(target).return_annotation
@@ -265,10 +270,12 @@ def _accepts_functions(part: Any) -> bool:
 def _expected_class(reference: Reference, expected: Any) -> str | None:
   """The expected type of a class or its instance; a protocol needs methods with its arguments."""
   target = _target(reference)
-  if reference.evaluated and inspect.isclass(target) and issubclass(target, hk.Module):
+  is_instance = reference.evaluated and inspect.isclass(target)
+  if is_instance and issubclass(target, hk.Module):
     plain = str(reference).removesuffix('()')
     return f'no instance of a Haiku module (write {plain})'
-  if expected is Any or not (inspect.isclass(expected) and inspect.isclass(target)):
+  are_classes = inspect.isclass(expected) and inspect.isclass(target)
+  if expected is Any or not are_classes:
     return None
   return _lacks(target, expected)
 
@@ -302,8 +309,10 @@ def _accepts_arguments(method: Any, other: types.FunctionType) -> bool:
     if item.kind is inspect.Parameter.KEYWORD_ONLY:
       keywords.append(item.name)
   try:
-    arguments = [None] * (len(parameters) - len(keywords))
-    inspect.signature(method).bind(*arguments, **dict.fromkeys(keywords))
+    placed = len(parameters) - len(keywords)
+    arguments = [None] * placed
+    signature = inspect.signature(method)
+    signature.bind(*arguments, **dict.fromkeys(keywords))
   except TypeError:  # no method, or one with other parameters
     return False
   return True

@@ -18,7 +18,8 @@ def misfit(error: BaseException) -> ConfigurationError | None:
   """
   if not any(_STARTS_BACKENDS in name for name in _files(error)):
     return None
-  reason = str(error).partition('\n  In call to configurable')[0].strip() or 'it found no device'
+  before, _, _ = str(error).partition('\n  In call to configurable')
+  reason = before.strip() or 'it found no device'
   named = os.environ.get('JAX_PLATFORMS')
   asked = 'JAX_PLATFORMS is not set'
   if named:

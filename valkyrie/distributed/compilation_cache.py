@@ -97,7 +97,8 @@ def compiled(
   if directory is None or not has_kept:
     return lowered.compile(), None
   name = _name(lowered, devices)
-  own = directory / f'process-{process}-of-{jax.process_count()}-{name}-cache'
+  count = jax.process_count()
+  own = directory / f'process-{process}-of-{count}-{name}-cache'
   files = (precompiled / f'{name}-cache', own)
   for file in filter(_is_sealed, files):
     # It is one of another jax.
@@ -192,7 +193,8 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
     compiler = [_key(), devices[0].client.platform_version]
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
   places = [(device.id, device.device_kind) for device in devices]
-  settings = f'{jax.__version__} {jaxlib.version.__version__} {compiler} {places} {flags}'
+  version_of_jax = f'{jax.__version__} {jaxlib.version.__version__}'
+  settings = f'{version_of_jax} {compiler} {places} {flags}'
   described = f'{settings}\n{lowered.as_text()}'
   return hashlib.sha256(described.encode()).hexdigest()
 

@@ -79,7 +79,8 @@ class TokenConsistency:
     self._rows = list(rows)
     rows_of = processes.exchange('rows', self._rows)
     self._is_alone = len(rows_of) == 1
-    rows_of_next = rows_of[(rows_of.index(self._rows) + 1) % len(rows_of)]
+    next_place = (rows_of.index(self._rows) + 1) % len(rows_of)
+    rows_of_next = rows_of[next_place]
     self._others = [row for row in rows_of_next if row not in self._rows]
 
   def __call__(self, step: int, position: int, batch: Batch) -> None:
@@ -92,9 +93,11 @@ class TokenConsistency:
     hashes = _hashes(self._rows, batch)
     if self._others:
       length = batch.inputs.shape[1]
-      hashes |= _hashes(self._others, self._feed.read(position, length, self._others))
+      batch_of_others = self._feed.read(position, length, self._others)
+      hashes |= _hashes(self._others, batch_of_others)
     seen: dict[str, tuple[int, str]] = {}
-    for process, found in enumerate(processes.exchange('tokens', {'step': step, 'rows': hashes})):
+    exchanged = processes.exchange('tokens', {'step': step, 'rows': hashes})
+    for process, found in enumerate(exchanged):
       if found['step'] != step:
         raise DataError(
           f'Process {process} is at step {found["step"]}, but another process is at step {step}: '
@@ -114,6 +117,7 @@ def _hashes(rows: Sequence[int], batch: Batch) -> dict[str, str]:
   """{row: hash of the row in all leaves}; the keys are strings, as in JSON."""
   hashes = {}
   for number, row in enumerate(rows):
-    content = b''.join(leaf[number].tobytes() for leaf in batch)
+    rows_of_leaves = [leaf[number].tobytes() for leaf in batch]
+    content = b''.join(rows_of_leaves)
     hashes[str(row)] = hashlib.sha256(content).hexdigest()
   return hashes

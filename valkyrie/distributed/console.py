@@ -19,7 +19,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def heard_signals() -> tuple[signal.Signals, ...]:
   """The stop signals to handle: all, except a SIGHUP that nohup lets the process ignore."""
   ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-  return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored)
+  numbers = []
+  for number in STOP_SIGNALS:
+    is_ignored = ignored and number == signal.SIGHUP
+    if not is_ignored:
+      numbers.append(number)
+  return tuple(numbers)
 
 
 # The interrupts of a program that ends after its run; None in a notebook, which goes on.

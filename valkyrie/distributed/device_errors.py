@@ -25,7 +25,8 @@ def device_error(error: BaseException) -> DeviceError | None:
     return None
   text = str(error)
   status = re.match('([A-Z_]+): ', text)
-  if status is None or status[1] not in _STATUSES or _NOT_OF_A_DEVICE.search(text):
+  is_of_device = status is not None and status[1] in _STATUSES
+  if not is_of_device or _NOT_OF_A_DEVICE.search(text):
     return None
   first = text.splitlines()[0][:_LONGEST]
   return DeviceError(

@@ -37,7 +37,8 @@ def beat(**facts: str | int) -> None:
   """
   for descriptor in inherited():
     try:
-      os.write(descriptor, json.dumps(facts).encode() + b'\n')
+      line = json.dumps(facts) + '\n'
+      os.write(descriptor, line.encode())
     except BlockingIOError:  # a busy supervisor
       pass
     except OSError:  # nobody reads the pipe any more

@@ -13,7 +13,9 @@ def check() -> None:
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft == resource.RLIM_INFINITY or soft >= _WANTED:
     return
-  limit = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+  limit = min(hard, _WANTED)
+  if hard == resource.RLIM_INFINITY:
+    limit = _WANTED
   if limit > soft:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
   if limit < _NEEDED:

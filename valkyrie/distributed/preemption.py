@@ -82,7 +82,8 @@ class Preemption:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    console.restore_handlers(self._old_handlers, self._signaled or self._unwinding is not None)
+    ends = self._signaled or self._unwinding is not None
+    console.restore_handlers(self._old_handlers, ends)
     signal.set_wakeup_fd(self._old_descriptor)
     if sys.unraisablehook == self._unraisable:  # otherwise a later hook passes on to it
       sys.unraisablehook = self._old_unraisable
@@ -130,7 +131,8 @@ class Preemption:
     with contextlib.suppress(RuntimeError):  # another process is lost, or misses its deadline too
       counts = processes.exchange('stop', calls, self._grace_seconds)
       self._last_call.set_result(max(counts))
-    if not self._over.wait(max(0.0, until - time.monotonic())):
+    seconds = max(0.0, until - time.monotonic())
+    if not self._over.wait(seconds):
       processes.abort(
         f'{name}: the running step and its save took longer than Preemption.grace_seconds = '
         f'{grace}; the newest checkpoint is {newest()}. Run the same command again.'

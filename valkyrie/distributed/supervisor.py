@@ -65,8 +65,11 @@ class RunStatus:
     except ValueError:
       return False
     kinds = {'stage': str, 'model_dir': str, 'transient': bool}
-    right = all(type(value) is kinds.get(name, int) for name, value in facts.items())
-    if not (right and facts.keys() <= vars(self).keys() and facts.get('stage', 'step') in _SECONDS):
+    are_fields = facts.keys() <= vars(self).keys()
+    right = [type(value) is kinds.get(name, int) for name, value in facts.items()]
+    if not are_fields or not all(right):
+      return False
+    if facts.get('stage', 'step') not in _SECONDS:
       return False
     vars(self).update(facts)
     return bool(facts)
@@ -101,7 +104,8 @@ class Supervisor:
       may_succeed = code in RETRYABLE or status.transient
       again = may_succeed and not self._stopping and in_vain < self.restarts
       self._report(status, code, reason, again)
-      until = time.monotonic() + min(self.pause * 2**in_vain, _LONGEST_PAUSE)
+      pause = min(self.pause * 2**in_vain, _LONGEST_PAUSE)
+      until = time.monotonic() + pause
       in_vain += 1
       while again and time.monotonic() < until and not self._stopping:
         time.sleep(min(0.1, self.pause))
@@ -164,7 +168,8 @@ class Supervisor:
       if data:
         *lines, rest = (rest + data).split(b'\n')
         rest = rest[-65536:]  # a heartbeat is shorter
-        heard |= any([status.update(line) for line in lines])
+        are_heartbeats = [status.update(line) for line in lines]
+        heard |= any(are_heartbeats)
         self._hold(status.model_dir)
         last = time.monotonic()
         silent = 0.0
@@ -234,7 +239,8 @@ class Supervisor:
       except ValkyrieError as error:
         _say(str(error))
       except OSError as error:
-        _say(f'{status.model_dir}/{_REPORTS} cannot be written ({reason_of(error)})')
+        place = f'{status.model_dir}/{_REPORTS}'
+        _say(f'{place} cannot be written ({reason_of(error)})')
 
   def _forward(self, number: int, frame: Any) -> None:
     self._stopping = True

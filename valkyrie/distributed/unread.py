@@ -94,12 +94,14 @@ class UnreadStream(io.RawIOBase):
         written = os.write(self._output, content[:_PIECE])
       except BlockingIOError:  # another process has taken the room
         break
-      self._begins_a_line = content[written - 1 : written] == b'\n'
+      last = content[written - 1 : written]
+      self._begins_a_line = last == b'\n'
       content = content[written:]
     return content
 
   def _patience(self) -> float:
-    seconds = min(_LONGEST_WAIT, _SHARE * (time.monotonic() - self._waited_until))
+    since_wait = time.monotonic() - self._waited_until
+    seconds = min(_LONGEST_WAIT, _SHARE * since_wait)
     return seconds if seconds >= _SHORTEST_WAIT else 0.0
 
   def _has_room(self, seconds: float) -> bool:

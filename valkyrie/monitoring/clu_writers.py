@@ -77,7 +77,8 @@ class TensorBoard(MetricWriter):
     step = arguments[0]
     if method == 'write_hparams':
       step = _NO_STEP
-    waiting = sum(size_of(call.arguments) for call in self._calls[self._done :])
+    waiting_calls = self._calls[self._done :]
+    waiting = sum(size_of(call.arguments) for call in waiting_calls)
     if waiting < _MOST_BYTES:
       self._calls.append(_Call(step, method, arguments, options))
 
@@ -130,7 +131,8 @@ class TensorBoard(MetricWriter):
     """Forgets the calls that are in the file, except those that another file would replace."""
     kept = []
     if self._begin is not None:
-      self._begin = max([self._begin, *(call.step for call in self._calls)])
+      steps = [self._begin, *(call.step for call in self._calls)]
+      self._begin = max(steps)
       kept = [call for call in self._calls if call.step >= self._begin]
     self._calls = kept
     self._done = len(kept)
@@ -138,5 +140,6 @@ class TensorBoard(MetricWriter):
 
 def _is_refusal(error: Exception) -> bool:
   """Whether an error is of the file system, and not of the values to write."""
-  is_of_values = isinstance(error, tf.errors.InvalidArgumentError | tf.errors.UnimplementedError)
+  kinds = tf.errors.InvalidArgumentError | tf.errors.UnimplementedError
+  is_of_values = isinstance(error, kinds)
   return isinstance(error, tf.errors.OpError) and not is_of_values

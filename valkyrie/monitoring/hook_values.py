@@ -32,7 +32,9 @@ def read_values(found: Any) -> tuple[dict[str, float | str], list[str]]:
       refused.append(f'more than {_MOST_NAMES:,} names: the others are not logged')
       break
     else:
-      noted[_NOT_OF_A_NAME.sub('\ufffd', str(name))[:_LONGEST_NAME]] = logged
+      printable = _NOT_OF_A_NAME.sub('\ufffd', str(name))
+      short_name = printable[:_LONGEST_NAME]
+      noted[short_name] = logged
   return noted, refused
 
 

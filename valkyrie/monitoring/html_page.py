@@ -34,11 +34,16 @@ def document(title: str, parts: Sequence[str], style: str = '') -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = False) -> str:
   """A table of a page; numbers stand to the right, and `marked` rows have a background."""
-  head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
+  cells = [f'<th scope="col">{html.escape(name)}</th>' for name in header]
+  head = ''.join(cells)
   row_start = '<tr>'
   if marked:
     row_start = '<tr class="differs">'
-  body = '\n'.join(row_start + ''.join(map(_cell, row)) + '</tr>' for row in rows)
+  lines = []
+  for row in rows:
+    cells = ''.join(map(_cell, row))
+    lines.append(f'{row_start}{cells}</tr>')
+  body = '\n'.join(lines)
   return f'<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n'
 
 

@@ -52,7 +52,8 @@ _REFUSED = 50  # steps of a run that are shown
 def page(runs: Sequence[Run]) -> str:
   """The text of the page."""
   title = ', '.join(run.name for run in runs)
-  return document(title, [f'<h1>{html.escape(title)}</h1>', *sections(runs)])
+  heading = f'<h1>{html.escape(title)}</h1>'
+  return document(title, [heading, *sections(runs)])
 
 
 def sections(runs: Sequence[Run]) -> list[str]:
@@ -84,13 +85,21 @@ def _results(runs: Sequence[Run]) -> str:
     ('version', *(run.version for run in runs)),
   ]
   for title, metric in _OF_TRAINING:
-    rows.append((title, *(_last(run.lines).get(metric) for run in runs)))
+    values = [_last(run.lines).get(metric) for run in runs]
+    rows.append((title, *values))
   for title, metric in _OF_VALIDATION:
-    rows.append((title, *(_last(run.evaluations).get(metric) for run in runs)))
+    values = [_last(run.evaluations).get(metric) for run in runs]
+    rows.append((title, *values))
   for title, metric in _SPEEDS:
-    rows.append((title, *(_median(run.lines, metric) for run in runs)))
-  known = [row for row in rows if any(value is not None for value in row[1:])]
-  return table(('', *(run.name for run in runs)), known)
+    values = [_median(run.lines, metric) for run in runs]
+    rows.append((title, *values))
+  known = []
+  for row in rows:
+    _, *values = row
+    if any(value is not None for value in values):
+      known.append(row)
+  names = [run.name for run in runs]
+  return table(('', *names), known)
 
 
 def _median(lines: Sequence[Line], metric: str) -> float | None:
@@ -108,7 +117,8 @@ def _refused(runs: Sequence[Run]) -> str:
   rows = []
   for run in runs:
     for line in run.refused[:_REFUSED]:
-      rows.append((run.name, line['step'], line.get('why'), line.get('read')))
+      row = (run.name, line['step'], line.get('why'), line.get('read'))
+      rows.append(row)
   if not rows:
     return ''
   return '<h3>Refused steps</h3>\n' + table(('run', 'step', 'reason', 'documents'), rows)
@@ -120,13 +130,18 @@ def _samples(runs: Sequence[Run]) -> str:
   for run in runs:
     samples = []
     for line in run.lines:
-      hooked = [value for name, value in line.items() if name.startswith('hooks/')]
+      hooked = []
+      for name, value in line.items():
+        if name.startswith('hooks/'):
+          hooked.append(value)
       texts = [value for value in hooked if isinstance(value, str)]
       if texts:
         samples.append((line['step'], texts))
     for step, texts in samples[-_SAMPLES:]:
-      parts.append(f'<h4>{html.escape(run.name)}, step {step}</h4>')
-      parts += [f'<pre>{html.escape(text)}</pre>' for text in texts]
+      name = html.escape(run.name)
+      parts.append(f'<h4>{name}, step {step}</h4>')
+      for text in texts:
+        parts.append(f'<pre>{html.escape(text)}</pre>')
   if not parts:
     return ''
   return '\n'.join(['<h3>Samples</h3>', *parts])
@@ -141,8 +156,10 @@ def _curves(
   for run in runs:
     points = []
     for line in getattr(run, stream):
-      if can_be_drawn(line.get(metric)) and can_be_drawn(line.get(name)):
-        points.append((line[name], line.get(f'quick_{metric}', line[metric])))
+      are_known = can_be_drawn(line.get(metric)) and can_be_drawn(line.get(name))
+      if are_known:
+        score = line.get(f'quick_{metric}', line[metric])
+        points.append((line[name], score))
     curves.append(Curve(run.name, points))
   return figure(f'{title} over {words}', words, unit, curves)
 
@@ -193,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('--output', default='report.html', help='default: %(default)s')
   flags = parser.parse_args(arguments)
   try:
-    text = page([read_run(opened(run)) for run in flags.runs])
+    recorded_runs = [read_run(opened(run)) for run in flags.runs]
+    text = page(recorded_runs)
     output = pathlib.Path(with_home(flags.output))
     if output.exists():
       raise StorageError(f'{output} is there already. Name another --output.')

@@ -37,7 +37,8 @@ def read_lines(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
       return []
     content = foreign.content(path)
   objects: list[dict[str, Any]] = []
-  for number, line in enumerate(content.split(b'\n')[:-1], 1):
+  lines = content.split(b'\n')
+  for number, line in enumerate(lines[:-1], 1):
     message = f'{path}:{number} cannot be read'
     with storage_errors(message, 'Delete this line of the file.', also=(ValueError,)):
       values = foreign.json_object(line, **kinds)
@@ -48,12 +49,15 @@ def read_lines(path: pathlib.Path, **kinds: Any) -> list[dict[str, Any]]:
 
 
 def _is_written(value: Any) -> bool:
-  return isinstance(value, str | float | None) or (isinstance(value, int) and abs(value) < 2**63)
+  if isinstance(value, int):
+    return abs(value) < 2**63
+  return isinstance(value, str | float | None)
 
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
   """The last line of each step, in the order of the steps; raises as `read_lines`."""
-  return dict(sorted({line['step']: line for line in read_lines(path, step=int)}.items()))
+  lines = {line['step']: line for line in read_lines(path, step=int)}
+  return dict(sorted(lines.items()))
 
 
 class JsonLines(contextlib.AbstractContextManager['JsonLines']):
@@ -88,7 +92,8 @@ class JsonLines(contextlib.AbstractContextManager['JsonLines']):
 
   def _opened(self) -> BinaryIO:
     with self._write_errors():
-      held_folder.place(self._path.parent).mkdir(parents=True, exist_ok=True)
+      folder = held_folder.place(self._path.parent)
+      folder.mkdir(parents=True, exist_ok=True)
       return appended.opened(self._path)
 
   def write(self, fields: Mapping[str, int | float | str | None]) -> None:

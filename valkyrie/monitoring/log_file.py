@@ -27,7 +27,8 @@ class LogFile:
     held_folder.check(self._path)
     try:
       while self._left:
-        self._left = self._left[self._file.write(self._left) :]
+        written = self._file.write(self._left)
+        self._left = self._left[written:]
     except OSError as error:
       self._left = _newest_lines(self._left)
       if self._is_refused:
@@ -46,4 +47,5 @@ def _newest_lines(content: bytes) -> bytes:
   if len(content) <= _LARGEST:
     return content
   end = content[-_LARGEST:]
-  return b'(lines are missing here)\n' + end[end.find(b'\n') + 1 :]
+  begin_of_line = end.find(b'\n') + 1
+  return b'(lines are missing here)\n' + end[begin_of_line:]

@@ -73,15 +73,18 @@ def lines(when: str = '') -> list[str]:
   in_use = ''
   if size is not None:
     in_use = f'{in_units(size)} in use, '
-  texts = [f'memory of this process{when}: {in_use}{in_units(host_peak())} peak']
+  peak = in_units(host_peak())
+  texts = [f'memory of this process{when}: {in_use}{peak} peak']
   for device in jax.local_devices():
     stats = device.memory_stats() or {}
     facts = []
     for key, word in _WORDS.items():
       if key in stats:
-        facts.append(f'{in_units(stats[key])} {word}')
+        amount = in_units(stats[key])
+        facts.append(f'{amount} {word}')
     if facts:
-      texts.append(f'memory of {device}{when}: {", ".join(facts)}')
+      listed = ', '.join(facts)
+      texts.append(f'memory of {device}{when}: {listed}')
   return texts
 
 
@@ -123,7 +126,8 @@ def explained(needs: Callable[[], str]) -> Iterator[None]:
     yield
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
     first = (str(error) or 'MemoryError').splitlines()[0]
-    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in first:
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    if is_of_jax and 'RESOURCE_EXHAUSTED' not in first:
       raise
     facts = [needs(), *lines(), str(room())]
     known_facts = [fact for fact in facts if fact]
@@ -144,7 +148,8 @@ class Room(NamedTuple):
   limit: str
 
   def __str__(self) -> str:
-    return f'{in_units(max(self.left, 0))} are left of {self.limit}'
+    left = in_units(max(self.left, 0))
+    return f'{left} are left of {self.limit}'
 
 
 def room() -> Room:
@@ -165,7 +170,8 @@ def _rooms() -> Iterator[Room]:
       with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
         most = int((folder / limit).read_text())
         stat = dict(line.split() for line in _lines_of(f'{folder}/memory.stat'))
-        cache = max(int(stat.get(name, 0)) for name in _CACHE)
+        caches = [int(stat.get(name, 0)) for name in _CACHE]
+        cache = max(caches)
         used_bytes = int((folder / used).read_text())
         taken = used_bytes - cache
         yield Room(most - taken, f'a cgroup of {in_units(most)}')
@@ -192,6 +198,8 @@ def in_units(size: float) -> str:
   units = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
   if not size:
     return '0 B'
-  power = int(min(len(units) - 1, max(0, math.log(size, 1024))))
+  exact_power = max(0, math.log(size, 1024))
+  power = int(min(len(units) - 1, exact_power))
   digits = 1 if power else 0
-  return f'{size / 1024**power:.{digits}f} {units[power]}'
+  scaled = size / 1024**power
+  return f'{scaled:.{digits}f} {units[power]}'

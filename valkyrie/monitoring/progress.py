@@ -53,11 +53,13 @@ class Progress:
     """Shows the metrics of the last step, as numbers of the host."""
     texts = describe(metrics)
     if metrics.get('step_seconds') is not None:
-      remaining = max(0, self._total_steps - step) * metrics['step_seconds']
+      steps_left = max(0, self._total_steps - step)
+      remaining = steps_left * metrics['step_seconds']
       texts.append(f'{tqdm.format_interval(remaining)} left')
       self._say_the_end(remaining)
     text = ', '.join(texts)
-    line = f'step {step}/{self._total_steps} ({min(1.0, step / self._total_steps):.0%}): {text}'
+    share = min(1.0, step / self._total_steps)
+    line = f'step {step}/{self._total_steps} ({share:.0%}): {text}'
     if self._quiet or not self._is_terminal:
       self.say(line)
       return
@@ -73,7 +75,8 @@ class Progress:
     if self._has_said_the_end or not remaining:
       return
     self._has_said_the_end = True
-    ends = time.strftime('%Y-%m-%d %H:%M', time.localtime(time.time() + remaining))
+    end = time.localtime(time.time() + remaining)
+    ends = time.strftime('%Y-%m-%d %H:%M', end)
     self.say(f'at this speed the steps are done on {ends}; evaluations and saves come on top')
 
   def say(self, *lines: str) -> None:
@@ -95,7 +98,8 @@ class Progress:
 
   def _write(self, text: str) -> None:
     """Appends a line to the log."""
-    line = f'{time.strftime("%Y-%m-%d %H:%M:%S")} {foreign.shown_lines(text)}\n'
+    time_of_day = time.strftime('%Y-%m-%d %H:%M:%S')
+    line = f'{time_of_day} {foreign.shown_lines(text)}\n'
     if self._is_early:
       self._early += line
     else:
@@ -141,4 +145,7 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
     if name in known:
       said.append(text.format(known[name]))
   sources = [name for name in known if name.startswith('loss/')]
-  return said + [f'{name.removeprefix("loss/")} {known[name]:.4f}' for name in sources]
+  for name in sources:
+    source = name.removeprefix('loss/')
+    said.append(f'{source} {known[name]:.4f}')
+  return said

@@ -64,7 +64,8 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
     about = ''
     if file.exists():
-      about, _, _ = foreign.content(file).decode().partition(' in ')
+      text = foreign.content(file).decode()
+      about, _, _ = text.partition(' in ')
   with storage_errors(f'{folder} cannot be read', advice, also=(ValueError,)):
     tokenizer_files = sorted(folder.glob(f'{TOKENIZER}.*'))
     data_files = folder.glob('eval/data.json')
@@ -92,7 +93,8 @@ def _with_costs(lines: list[Line]) -> list[Line]:
     rate = numbers.get('tflops_per_second_per_device')
     flops = None
     if speed and rate:
-      flops = 1e12 * rate / speed * numbers.get('tokens', 0)
+      tokens = numbers.get('tokens', 0)
+      flops = 1e12 * rate / speed * tokens
     with_costs.append({**line, 'seconds': seconds, 'flops': flops})
   return with_costs
 

@@ -68,7 +68,8 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
   if whole > count:
     padding += f' and {whole - count:,} of the objective'
   mesh = next(iter(leaves.values())).sharding.mesh
-  mesh_axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+  axis_sizes = [f'{name}={size}' for name, size in mesh.shape.items()]
+  mesh_axes = ', '.join(axis_sizes)
   totals = (
     f'{count:,} parameters in {len(rows) - 1} arrays{padding}, {total:,} bytes '
     f'({in_units(total)}), {total_per_device:,} bytes ({in_units(total_per_device)}) on each of '
@@ -82,11 +83,14 @@ def model_info(parameters: Any, axes: Any, counts: Any) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
   """The lines of a table whose last two columns are numbers."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  columns = zip(*rows, strict=True)
+  widths = [max(map(len, column)) for column in columns]
   lines = []
   for row in rows:
-    cells = [cell.ljust(width) for cell, width in zip(row[:-2], widths[:-2], strict=True)]
-    cells += [cell.rjust(width) for cell, width in zip(row[-2:], widths[-2:], strict=True)]
+    cells = []
+    for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+      is_number = number >= len(row) - 2
+      cells.append(cell.rjust(width) if is_number else cell.ljust(width))
     lines.append('  '.join(cells))
   return lines
 
@@ -99,7 +103,8 @@ def system_lines() -> list[str]:
   processors = os.cpu_count()
   if hasattr(os, 'sched_getaffinity'):  # in a container a process may use fewer than exist
     processors = len(os.sched_getaffinity(0))
-  total = in_units(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))
+  bytes_of_memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  total = in_units(bytes_of_memory)
   system = f'{platform.platform()}, {processors} processors, {total} memory'
   free = available()
   if free is not None:

@@ -66,7 +66,9 @@ class Tracking:
     step: int,
     say: Callable[[str], None],
   ):
-    active = list(trackers) if jax.process_index() == 0 else []
+    active = []
+    if jax.process_index() == 0:
+      active = list(trackers)
     watchers = []
     for tracker in active:
       name = f'the tracker {type(tracker).__name__}'
@@ -74,7 +76,8 @@ class Tracking:
       watchers.append(watcher)
     self._watched = list(zip(active, watchers, strict=True))
     if active:
-      run = Run(os.fspath(model_dir), _id(pathlib.Path(model_dir), say), step, bindings())
+      identity = _id(pathlib.Path(model_dir), say)
+      run = Run(os.fspath(model_dir), identity, step, bindings())
       self._call('start', run)
 
   def stream(self, name: str) -> Callable[[int, Numbers], None]:
@@ -121,9 +124,11 @@ class _Client:
 
   def _init(self, run: Run, **options: Any) -> None:
     """Begins or resumes the run, which is by default named after its directory."""
-    name = self._options['name'] or os.path.basename(os.path.abspath(run.model_dir))
+    folder_name = os.path.basename(os.path.abspath(run.model_dir))
+    name = self._options['name'] or folder_name
     options |= {**self._options, 'name': name, 'resume': 'allow'}
-    self._run = self._package.init(**options, config=dict(run.configuration))
+    configuration = dict(run.configuration)
+    self._run = self._package.init(**options, config=configuration)
 
   def end(self) -> None:
     self._run.finish()
@@ -149,7 +154,8 @@ class WeightsAndBiases(_Client):
     self._run.define_metric('*', step_metric='step')
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    self._run.log({'step': step, **{f'{stream}/{name}': n for name, n in numbers.items()}})
+    tagged = {f'{stream}/{name}': number for name, number in numbers.items()}
+    self._run.log({'step': step, **tagged})
 
 
 @may_change_on_resume()
@@ -165,4 +171,5 @@ class Trackio(_Client):
     self._init(run, embed=False)
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    self._run.log({f'{stream}/{name}': n for name, n in numbers.items()}, step=step)
+    tagged = {f'{stream}/{name}': number for name, number in numbers.items()}
+    self._run.log(tagged, step=step)

@@ -188,10 +188,11 @@ class TrainingLog:
     for part, norm in last.part_norms.items():
       metrics[f'grad_norm/{part}'] = float(norm)
     metrics['learning_rate'] = float(last.learning_rate)
+    known_weight = max(weight, 1.0)
     for name in last.sums.terms:
       values = [float(step.sums.terms[name]) for step in steps]
-      metrics[f'terms/{name}'] = sum(values) / max(weight, 1.0)
-    metrics['beyond_window'] = total('beyond_window') / max(weight, 1.0)
+      metrics[f'terms/{name}'] = sum(values) / known_weight
+    metrics['beyond_window'] = total('beyond_window') / known_weight
     return metrics
 
   def _speeds(self) -> Metrics:
@@ -215,6 +216,7 @@ class TrainingLog:
 def _is_ready(metrics: StepMetrics) -> bool:
   """Whether a step has ended; False for values that are not jax arrays."""
   leaves: list[Any] = jax.tree.leaves(metrics)
-  if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+  are_arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+  if not all(are_arrays):
     return False
   return all(leaf.is_ready() for leaf in leaves)

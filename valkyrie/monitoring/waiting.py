@@ -27,7 +27,8 @@ def doing(
 
   def tell() -> None:
     while not ended.wait(pause):
-      say(f'still {what} ({time.monotonic() - began:.0f} s)')
+      waited = time.monotonic() - began
+      say(f'still {what} ({waited:.0f} s)')
 
   thread = threading.Thread(target=tell, name='waiting', daemon=True)
   thread.start()

@@ -98,7 +98,8 @@ class Watcher:
     with self._changed:
       while (self._calls or self._running) and not self.is_left_out:
         now = time.monotonic()
-        hangs = self._running and now - self._attempt_began > self.longest_call
+        seconds = now - self._attempt_began
+        hangs = self._running and seconds > self.longest_call
         if hangs or now - began > _LONGEST_END:
           self.is_left_out = True
           left = len(self._calls) + 1
@@ -156,7 +157,8 @@ class Watcher:
       try:
         call.function(*call.arguments)
       except BaseException as error:  # a tracker may call sys.exit
-        if not (may_pass(error) and self._is_tried_again(call.what, error)):
+        is_tried_again = may_pass(error) and self._is_tried_again(call.what, error)
+        if not is_tried_again:
           self._drop(call.what, error)
           return
         self._attempt_began = math.inf
@@ -218,5 +220,6 @@ def size_of(value: Any) -> int:
   if isinstance(value, tuple):
     return _BYTES_OF_A_CALL + sum(map(size_of, value))
   if isinstance(value, Mapping):
-    return sum(size_of(each) + _BYTES_OF_A_CALL // 10 for each in value.values())
+    sizes = [size_of(each) for each in value.values()]
+    return sum(sizes) + len(sizes) * (_BYTES_OF_A_CALL // 10)
   return 0

@@ -88,7 +88,8 @@ def create_writers(
     make_in_folder = functools.partial(make, str(folder))
     outputs.append((_name_of(make), make_in_folder))
   if tensorboard:
-    outputs.insert(0, ('TensorBoard', functools.partial(_tensorboard, folder, begin)))
+    make_in_folder = functools.partial(_tensorboard, folder, begin)
+    outputs.insert(0, ('TensorBoard', make_in_folder))
   return RunWriter(folder, lines, also, outputs, say, patience)
 
 
@@ -169,7 +170,8 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
   def __post_init__(self):
     self._immediate: list[MetricWriter] = []
     if self.lines is not None:
-      self._immediate = [_Lines(self.lines), *(_Console(show) for show in self.also)]
+      consoles = [_Console(show) for show in self.also]
+      self._immediate = [_Lines(self.lines), *consoles]
     self._pictures = self._watcher('pictures')
     self._watched: list[_Watched] = []
     self._clu = self._watcher("CLU's writers")
@@ -273,8 +275,10 @@ class RunWriter(MetricWriter, contextlib.AbstractContextManager['RunWriter']):
       return name
     if self.folder.name != 'train':
       return f'validation/{name}'
-    group = next((g for g, names in _GROUPS.items() if name.startswith(names)), 'learning')
-    return f'{group}/{name}'
+    for group, names in _GROUPS.items():
+      if name.startswith(names):
+        return f'{group}/{name}'
+    return f'learning/{name}'
 
 
 def _tensorboard(folder: pathlib.Path, begin: int | None) -> MetricWriter:

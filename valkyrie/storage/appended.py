@@ -41,7 +41,8 @@ def opened(path: pathlib.Path) -> BinaryIO:
 def open_file(path: pathlib.Path) -> BinaryIO:
   """As `opened`, also a file with other names."""
   place = held_folder.place(path)
-  if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
+  is_there = os.path.lexists(place)
+  if is_there and not stat.S_ISREG(os.lstat(place).st_mode):
     kind = 'not a file'
     if place.is_symlink():
       kind = 'a symbolic link'
@@ -61,7 +62,8 @@ def append(path: pathlib.Path, content: bytes) -> None:
       while written < len(content):
         written += file.write(content[written:])
     except OSError:
-      if os.fstat(file.fileno()).st_size == begin + written:  # nobody has appended without the lock
+      size = os.fstat(file.fileno()).st_size
+      if size == begin + written:  # nobody has appended without the lock
         owned.cut(file, begin)
       raise
 
@@ -75,7 +77,8 @@ def _replace_by_copy(path: pathlib.Path, file: BinaryIO) -> None:
   """Gives a path a file of its own with the same content, unless another process has done so."""
   place = held_folder.place(path)
   with locked(file):  # two processes that append to the same file would lose lines
-    if os.path.samestat(os.lstat(place), os.fstat(file.fileno())):
+    status = os.fstat(file.fileno())
+    if os.path.samestat(os.lstat(place), status):
       with owned.new_file(place) as copy:
         file.seek(0)
         shutil.copyfileobj(file, copy)

@@ -59,7 +59,8 @@ class Bucket:
 
   def __init__(self, address: str):
     """Connects to 'gs://BUCKET/FOLDERS'; raises as `client`, or ConfigurationError for another."""
-    self._bucket, _, folder = address.removeprefix(SCHEME).partition('/')
+    path = address.removeprefix(SCHEME)
+    self._bucket, _, folder = path.partition('/')
     folder = folder.strip('/')
     is_literal = folder.isprintable() and not _NOT_LITERAL.search(f'/{folder}/')
     is_folder = self._bucket and foreign_names.is_below(folder)

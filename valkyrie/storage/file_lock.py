@@ -49,7 +49,8 @@ def held(file: pathlib.Path, what: str, waits: Callable[[], None]) -> Iterator[N
         due = time.monotonic() + _NEXT_WORD_SECONDS
       time.sleep(_PAUSE_SECONDS)
     since = datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC')
-    words = f'process {os.getpid()} on {socket.gethostname()}, since {since}\n'
+    host = socket.gethostname()
+    words = f'process {os.getpid()} on {host}, since {since}\n'
     with contextlib.suppress(OSError):  # a full disk is no reason not to hold the lock
       owned.rewrite(stream, words.encode())
     yield

@@ -21,7 +21,8 @@ def is_below(name: Any) -> bool:
     return False
   if len(name.encode()) > _LONGEST:
     return False
-  return all(len(part.encode()) <= _LONGEST_PART for part in name.split('/'))
+  parts = name.split('/')
+  return all(len(part.encode()) <= _LONGEST_PART for part in parts)
 
 
 def checked(

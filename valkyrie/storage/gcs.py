@@ -46,16 +46,19 @@ class Client(GCSFileSystem):
     if names:
       place = f'gs://{"/".join(names)}'
     try:
-      return await asyncio.wait_for(super()._call(method, path, *args, **options), self.timeout)
+      call = super()._call(method, path, *args, **options)
+      return await asyncio.wait_for(call, self.timeout)
     except FileNotFoundError as error:
       raise FileNotFoundError(errno.ENOENT, 'there is no such object', place) from error
     except Exception as error:
       code = getattr(error, 'code', None)
       if isinstance(error, FileExistsError) or code in (409, 412):
         raise Changed(errno.EEXIST, 'somebody else has written it', place) from error
-      words = ' '.join(str(error).split()) or type(error).__name__
+      one_line = ' '.join(str(error).split())
+      words = one_line or type(error).__name__
       # gcsfs has no class for 403: it raises OSError('Forbidden: ...').
-      if isinstance(error, GoogleAuthError) or code == 401 or words.startswith('Forbidden'):
+      is_denied = code == 401 or words.startswith('Forbidden')
+      if is_denied or isinstance(error, GoogleAuthError):
         raise PermissionError(errno.EACCES, f'access is denied ({words})', place) from error
       raise OSError(errno.EIO, words, place) from error
 

@@ -33,7 +33,8 @@ class HeldFolder:
     """A path to this very folder, whatever its name is now."""
     if os.path.isdir(_DESCRIPTORS):
       return pathlib.Path(_DESCRIPTORS, str(self.descriptor))
-    if not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
+    status = os.fstat(self.descriptor)
+    if not os.path.samestat(os.stat(self.path), status):
       raise StorageError(
         f'{self.path} is not the folder in which this run began: it was moved or replaced. '
         'Nothing was written there. Run the same command again with the path of the run.'

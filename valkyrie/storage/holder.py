@@ -47,7 +47,9 @@ def remove(token: str) -> None:
 
 def is_token(text: Any) -> bool:
   """Whether a foreign value has the form of a token."""
-  return isinstance(text, str) and bool(re.fullmatch('[0-9a-f]{32}', text))
+  if not isinstance(text, str):
+    return False
+  return re.fullmatch('[0-9a-f]{32}', text) is not None
 
 
 def _open_literally(path: str, flags: int) -> int:

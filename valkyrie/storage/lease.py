@@ -65,7 +65,8 @@ class Lease(abc.ABC):
   @property
   def is_in_place(self) -> bool:
     """Whether this process still holds the lease."""
-    return self._read()[0].get('token') == self.content['token']
+    content, *_ = self._read()
+    return content.get('token') == self.content['token']
 
   def check(self) -> None:
     """Raises StorageError if this process no longer holds the lease, OSError if nobody can tell."""
@@ -96,7 +97,8 @@ class Lease(abc.ABC):
     self._let_go()
 
   def _taken(self, token: str) -> tuple[dict[str, Any], Any]:
-    this = {'token': token, 'process': os.getpid(), 'host': socket.gethostname(), 'beat': 0}
+    host = socket.gethostname()
+    this = {'token': token, 'process': os.getpid(), 'host': host, 'beat': 0}
     while True:
       found, version = self._read()
       if _is_held(found):
@@ -173,7 +175,8 @@ def _reader_of(file: BinaryIO) -> str:
   with contextlib.suppress(OSError, ValueError):
     for line in pathlib.Path('/proc/locks').read_text().splitlines():
       _, kind, _, access, process, place, *_ = line.split()
-      if (kind, access) == ('FLOCK', 'READ') and place.rpartition(':')[2] == inode:
+      _, _, inode_of_lock = place.rpartition(':')
+      if (kind, access) == ('FLOCK', 'READ') and inode_of_lock == inode:
         program = pathlib.Path('/proc', process, 'comm').read_text().strip()
         return f'process {process} ({program!r:.40})'
   return 'another program'
@@ -182,7 +185,8 @@ def _reader_of(file: BinaryIO) -> str:
 def lock_holder(directory: pathlib.Path, process: int | None = None) -> str:
   """Names the present or last holder of a lock of a directory; '' if it was never locked."""
   with contextlib.suppress(OSError, ValueError):
-    return foreign.content(directory / lock_name(process)).decode(errors='replace')
+    content = foreign.content(directory / lock_name(process))
+    return content.decode(errors='replace')
   return ''
 
 
@@ -217,7 +221,8 @@ class DiskLock:
         self._replace_by_own()
       # Containers repeat PIDs and host names: the number tells this holder from those before.
       words = f'process {os.getpid()} on {socket.gethostname()}'
-      owned.rewrite(self._file, f'{words}, {uuid.uuid4().hex}\n'.encode())
+      text = f'{words}, {uuid.uuid4().hex}\n'
+      owned.rewrite(self._file, text.encode())
       stack.pop_all()  # the file is held until `release`
 
   def _wait_for_readers(self) -> None:
@@ -235,10 +240,12 @@ class DiskLock:
       time.sleep(0.1)
       is_locked = locks.attempt(self._file)
     if is_locked is None:
-      self._lease = _FileLease(self._path.with_suffix('.lease'), self._directory, self._process)
+      path = self._path.with_suffix('.lease')
+      self._lease = _FileLease(path, self._directory, self._process)
 
   def _refusal(self) -> ValkyrieError:
-    last = lock_holder(self._directory, self._process).partition(',')[0]
+    holder = lock_holder(self._directory, self._process)
+    last, _, _ = holder.partition(',')
     refusal = _refusal(last or 'another process', self._directory, self._process)
     if os.fstat(self._file.fileno()).st_nlink > 1:
       refusal = StorageError(
@@ -257,7 +264,8 @@ class DiskLock:
   def _replace_by_own(self) -> None:
     """Replaces a file that is the lock of another directory, too; the lock is held throughout."""
     with owned.new_file(held_folder.place(self._path)) as new:  # it is locked, too
-      file = os.fdopen(os.dup(new.fileno()), 'r+b', buffering=0)
+      descriptor = os.dup(new.fileno())
+      file = os.fdopen(descriptor, 'r+b', buffering=0)
     self._file.close()
     self._file = file
 
@@ -269,7 +277,8 @@ class DiskLock:
   def is_in_place(self) -> bool:
     """Whether the file at the path is the one that is held, and the lease too."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-      same = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+      status = os.fstat(self._file.fileno())
+      same = os.path.samestat(os.stat(self._path), status)
       return same and (self._lease is None or self._lease.is_in_place)
     return False
 
