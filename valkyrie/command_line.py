@@ -133,7 +133,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     if flag.encode(errors='ignore').decode() != flag:
       raise UsageError(f'{flag!a} is not UTF-8: set the locale of the terminal to UTF-8')
   parser = _parser()
-  flags, unknown = parser.parse_known_args([flag for flag in arguments if flag not in gin_flags])
+  others = [flag for flag in arguments if flag not in gin_flags]
+  flags, unknown = parser.parse_known_args(others)
   if unknown:
     name = unknown[0].partition('=')[0]
     known = [option for action in parser._actions for option in action.option_strings]
@@ -175,9 +176,11 @@ def _check(flags: argparse.Namespace) -> None:
       'a run'
     )
   for name, modes in FLAGS_OF_MODES.items():
-    if getattr(flags, name) is not None and flags.run_mode not in modes:
+    is_given = getattr(flags, name) is not None
+    if is_given and flags.run_mode not in modes:
       raise UsageError(f'--{name} needs --run_mode={" or ".join(modes)}')
-  if flags.follow and (flags.step is not None or flags.processes is not None):
+  has_step = flags.step is not None
+  if flags.follow and (has_step or flags.processes is not None):
     raise UsageError('--follow reads every step in one process: remove --step and --processes')
   if flags.run_mode == 'export' and flags.output is None:
     raise UsageError('--run_mode=export needs --output=FOLDER')

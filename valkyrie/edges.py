@@ -45,7 +45,11 @@ def check_carry(owner: str, found: Any, before: Any, model: str) -> None:
 
 def described(tree: Any) -> Any:
   """The pytree with 'float32[2, 8]' and the like in place of its leaves, for messages."""
-  return jax.tree.map(lambda leaf: f'{jnp.result_type(leaf)}{list(jnp.shape(leaf))}', tree)
+
+  def form_of(leaf):
+    return f'{jnp.result_type(leaf)}{list(jnp.shape(leaf))}'
+
+  return jax.tree.map(form_of, tree)
 
 
 def _forms(tree: Any) -> Any:

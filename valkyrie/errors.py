@@ -81,7 +81,9 @@ def storage_errors(
     reason = reason_of(error)
     file = getattr(error, 'filename', None)
     # A path of `held_folder.place` tells a user nothing: the message names the file.
-    if file is not None and str(file) not in message and not str(file).startswith('/proc/self/fd/'):
+    path = str(file or '')
+    is_named = path in message or path.startswith('/proc/self/fd/')
+    if file is not None and not is_named:
       reason += f' ({file})'
     text = f'{message}: {reason}'
     if advice:
@@ -124,8 +126,9 @@ def write_errors(
     ways = ', or '.join(filter(None, (remedy, otherwise)))
     sentences = [note]
     if ways:
-      sentences = [f'{ways[0].upper()}{ways[1:]}.', note]
-    with storage_errors(message, ' '.join(filter(None, sentences)), also):
+      advice = f'{ways[0].upper()}{ways[1:]}.'
+      sentences = [sentence for sentence in (advice, note) if sentence]
+    with storage_errors(message, ' '.join(sentences), also):
       raise
 
 
@@ -155,7 +158,8 @@ def converted(
   try:
     yield
   except of as error:
-    reason = ' '.join(str(error).split()) or type(error).__name__
+    one_line = ' '.join(str(error).split())
+    reason = one_line or type(error).__name__
     raise to(f'{message} ({reason}). {advice}') from error
 
 

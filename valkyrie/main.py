@@ -117,7 +117,8 @@ def _options(flags: argparse.Namespace) -> dict[str, Any]:
     value = getattr(flags, name)
     if value is not None:
       options[name] = value
-  if flags.run_mode == 'infer' and flags.prompts is None and flags.messages is None:
+  has_prompts = flags.prompts is not None or flags.messages is not None
+  if flags.run_mode == 'infer' and not has_prompts:
     options['prompt'] = _read_prompt(flags.prompt)
   return options
 
@@ -140,7 +141,8 @@ def _join(flags: argparse.Namespace, model_dir: str | os.PathLike) -> None:
 
 
 def _default_model_dir(gin_files: Sequence[str]) -> str:
-  name = '-'.join(pathlib.PurePath(file).stem for file in gin_files)
+  stems = [pathlib.PurePath(file).stem for file in gin_files]
+  name = '-'.join(stems)
   model_dir = str(pathlib.PurePath('runs', name))
   print(f'model_dir: {model_dir} (--model_dir=DIR for another)', file=sys.stderr)
   return model_dir

@@ -46,7 +46,8 @@ class BucketLock(Lease):
     return read_lock(self._bucket, self._name)
 
   def _write(self, content: Mapping[str, Any], version: int) -> int:
-    return self._bucket.write(self._name, json.dumps(content).encode(), replaces=version)
+    text = json.dumps(content)
+    return self._bucket.write(self._name, text.encode(), replaces=version)
 
 
 def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, Any], int]:
@@ -59,8 +60,10 @@ def read_lock(bucket: Bucket, name: str = lock_name(None)) -> tuple[dict[str, An
   with contextlib.suppress(FileNotFoundError, ValueError):  # a run that was copied from a disk
     text, generation = bucket.read(name)
     content |= foreign.json_object(text)
-  has_steps = _are_steps(content['steps'] or []) and _are_steps(content['unfinished'])
-  if not has_steps or not foreign_names.is_below(content.get('token', 'none')):
+  saved = content['steps'] or []
+  has_steps = _are_steps(saved) and _are_steps(content['unfinished'])
+  token = content.get('token', 'none')
+  if not has_steps or not foreign_names.is_below(token):
     raise StorageError(
       f'{bucket}/{name} is not the lock of a trainer: it has {content!r:.200}. If nothing trains '
       'there, delete it: the steps with a manifest are then used.'
@@ -197,7 +200,8 @@ class BucketSteps:
       digests['record.json'] = hashlib.md5(record).hexdigest()
       self._bucket.write(target + 'record.json', record, replaces=0)
       text = manifest.content(step, digests)
-      self._bucket.write(target + manifest.name(manifest.MD5), text, replaces=0)
+      manifest_name = manifest.name(manifest.MD5)
+      self._bucket.write(target + manifest_name, text, replaces=0)
       damage = manifest.damage(self.files(step), step)
       if damage:
         raise OSError(f'{self.path(step)} is not what was saved: {damage}')
@@ -234,7 +238,8 @@ class BucketSteps:
       self._give_up(list(steps))
       self._delete_litter()
     except OSError as error:
-      return [f'what is left of steps in {self.place} cannot be deleted ({reason_of(error)})']
+      reason = reason_of(error)
+      return [f'what is left of steps in {self.place} cannot be deleted ({reason})']
     return []
 
   def _give_up(self, steps: list[int]) -> None:

@@ -46,7 +46,8 @@ class FailedSaves:
   @property
   def pause(self) -> float:
     """Seconds until the next save."""
-    return min(_FIRST_PAUSE * 2 ** (self._count - 1), _LONGEST_PAUSE)
+    pause = _FIRST_PAUSE * 2 ** (self._count - 1)
+    return min(pause, _LONGEST_PAUSE)
 
   def is_due(self, step: int) -> bool:
     """Whether to save step `step` in place of one that failed; call it after each step."""

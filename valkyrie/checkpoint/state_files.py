@@ -88,7 +88,8 @@ class StateFiles:
       self._pieces = _pieces(item)
     self._folder.close()
     self._path = self._folder.enter_context(literal(place))
-    self._orbax.save(self._path, args=ocp.args.PyTreeSave(item))
+    args = ocp.args.PyTreeSave(item)
+    self._orbax.save(self._path, args=args)
 
   def wait(self) -> None:
     """Waits until the state is written; raises the error of the write."""

@@ -54,7 +54,10 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def shapes(tree: Any) -> Any:
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+  def shape_of(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+  return jax.tree.map(shape_of, tree)
 
 
 def without_empty_arrays(tree: Any) -> Any:

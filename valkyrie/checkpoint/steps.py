@@ -41,7 +41,8 @@ class DiskSteps:
   """The steps of a run, whose directory need not exist; OSError if the file system refuses."""
 
   def __init__(self, model_dir: str | os.PathLike):
-    self._root = pathlib.Path(os.path.abspath(with_home(os.fspath(model_dir))))
+    path = with_home(os.fspath(model_dir))
+    self._root = pathlib.Path(os.path.abspath(path))
     self.place = self._root / FOLDER  # also for messages
 
   def find(self) -> list[int]:
@@ -122,7 +123,9 @@ class DiskSteps:
     """Flushes the run's JSON lines, adds record and manifest to a step, and makes it valid."""
     place = self.unfinished(step)
     (place / 'record.json').write_bytes(record)
-    for lines in (*self._root.glob('*.jsonl'), *self._root.glob('*/*.jsonl')):
+    lines_of_run = self._root.glob('*.jsonl')
+    lines_of_folders = self._root.glob('*/*.jsonl')
+    for lines in (*lines_of_run, *lines_of_folders):
       with contextlib.suppress(FileNotFoundError, PermissionError):  # of another user
         if lines.is_file():
           sync(lines)
@@ -196,7 +199,8 @@ class DiskSteps:
     others = []
     for place in self.place.iterdir():
       is_litter = manifest.litter_of(place.name) is not None
-      if not is_step(place.name) and not is_litter and place.name != SET_ASIDE:
+      is_known = is_step(place.name) or place.name == SET_ASIDE
+      if not is_known and not is_litter:
         others.append(place.name)
     return sorted(others)
 

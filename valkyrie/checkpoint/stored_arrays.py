@@ -52,7 +52,8 @@ class _LastRead:
     return content
 
   def _make_room(self, size: int) -> None:
-    used = sum(content.nbytes for content in self._arrays.values())
+    sizes = [content.nbytes for content in self._arrays.values()]
+    used = sum(sizes)
     for number in [*self._arrays]:
       if used + size <= self._limit:
         return
@@ -74,7 +75,8 @@ def open_array(place: epath.Path, name: str, context: Any = None) -> Any:
   """The future tensorstore of an array of a state; `place` is a path that Orbax takes literally."""
   base = {'driver': 'file', 'path': f'{place}/'}
   if is_bucket(place):
-    bucket, _, folder = str(place).removeprefix(SCHEME).partition('/')
+    path = str(place).removeprefix(SCHEME)
+    bucket, _, folder = path.partition('/')
     base = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}
   store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
   specification = {'driver': 'zarr', 'kvstore': store}

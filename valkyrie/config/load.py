@@ -106,7 +106,11 @@ def override_gin(files: Sequence[str], flags: Sequence[str]) -> Iterator[None]:
   effective = check.effective_bindings(parse.read_statements(files, flags))
   for name, statement in parse.macros_of(effective.values()).items():
     if (name, 'gin.macro') not in gin_config._CONFIG:
-      macros = sorted(scope for scope, selector in gin_config._CONFIG if selector == 'gin.macro')
+      macros = []
+      for scope, selector in gin_config._CONFIG:
+        if selector == 'gin.macro':
+          macros.append(scope)
+      macros.sort()
       raise ConfigurationError(
         f'{statement.where}: no gin file of this run defines %{name}.'
         f'{check.did_you_mean(name, macros)} It defines {", ".join(macros) or "none"}.'

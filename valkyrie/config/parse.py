@@ -194,7 +194,8 @@ def _read_file(
 ) -> list[Statement]:
   path = _find(name, where, search_paths)
   if path.resolve() in [other.resolve() for other in above]:
-    chain = ' -> '.join(str(other) for other in (*above, path))
+    files = [str(other) for other in (*above, path)]
+    chain = ' -> '.join(files)
     raise ConfigurationError(f'{path} includes itself: {chain}. Remove one of the includes.')
   text = _text(path)
   statements: list[Statement] = []
@@ -202,10 +203,12 @@ def _read_file(
   recorded = text.startswith(RECORDED)
   try:
     for parsed in parse(text):
-      statement = Statement(f'{path}:{parsed.location.line_num}', parsed, recorded)
+      place = f'{path}:{parsed.location.line_num}'
+      statement = Statement(place, parsed, recorded)
       if isinstance(parsed, config_parser.IncludeStatement):
         where = f'{statement.where}: include'
-        included = _read_file(parsed.filename, where, search_paths, allowed, (*above, path))
+        including = (*above, path)
+        included = _read_file(parsed.filename, where, search_paths, allowed, including)
         for item in included:
           if item.is_binding and item.name in first:
             raise ConfigurationError(
@@ -247,7 +250,8 @@ def _text(path: pathlib.Path) -> str:
   folders.update(path.resolve().parents)
   for folder in folders:
     is_parent = folder in (path.absolute().parent, path.resolve().parent)
-    if (is_parent and (folder / 'checkpoints').is_dir()) or _is_run(folder):
+    has_checkpoints = is_parent and (folder / 'checkpoints').is_dir()
+    if has_checkpoints or _is_run(folder):
       raise ConfigurationError(
         f'{path}: {folder} is the folder of a run, from which no gin file is loaded, since gin '
         'files can run code. Leave --gin_file out: the run opens with its own configuration. For '
@@ -296,7 +300,8 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
       known.append(str(named_folder / path.name))
   for path in paths.GIN.rglob('*.gin'):
     known.append(str(path.relative_to(package)))
-  searched_folders = dict.fromkeys(str(folder.absolute()) for folder in folders)
+  absolute_folders = [str(folder.absolute()) for folder in folders]
+  searched_folders = dict.fromkeys(absolute_folders)
   searched = ', '.join(searched_folders)
   raise ConfigurationError(
     f'{where}: there is no file {name!r} below {searched}.{did_you_mean(name, known)}'

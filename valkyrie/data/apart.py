@@ -52,7 +52,8 @@ def check_store(output: pathlib.Path, source: str | None, options: Mapping[str, 
 def check_files(output: pathlib.Path, files: Any) -> None:
   """Raises a ConfigurationError if `SourceFiles` of a task are in the folder `output` or below."""
   place = _identity(os.path.realpath(output))
-  if place is not None and place in {*_identities_above_files(files)}:
+  folders_above = {*_identities_above_files(files)}
+  if place is not None and place in folders_above:
     raise ConfigurationError(
       f'The token store {shown(output)} is above the files of its task, {shown(files)}. Nothing '
       'was written. Name a folder apart from them: by --output of build_store, or '
@@ -114,7 +115,8 @@ def relation_to(
   place = os.path.realpath(output)
   real_root = os.path.realpath(root)
   identity = _identity(place)
-  if place == real_root or (identity is not None and identity == _identity(real_root)):
+  is_same = identity is not None and identity == _identity(real_root)
+  if place == real_root or is_same:
     if pattern:
       return 'is above'
     return 'is'
@@ -129,8 +131,10 @@ def relation_to(
   if _is_below(real_root, place) or identity in above_root:
     return 'is above'
   if pattern:
-    regex = file_names.regex(f'{real_root.rstrip("/")}/', pattern)
-    is_inside = any(regex.fullmatch(f'{place}/{name}') for name in written)
+    folder = real_root.rstrip('/')
+    regex = file_names.regex(f'{folder}/', pattern)
+    written_files = [f'{place}/{name}' for name in written]
+    is_inside = any(map(regex.fullmatch, written_files))
   else:
     is_inside = _is_inside(place, real_root, links=links)
   if is_inside:
@@ -177,7 +181,8 @@ def _literal(path: str) -> tuple[str, str]:
 
 
 def _is_below(path: str, folder: str) -> bool:
-  return path != folder and os.path.commonpath([path, folder]) == folder
+  common = os.path.commonpath([path, folder])
+  return path != folder and common == folder
 
 
 def _identity(path: str) -> Identity | None:

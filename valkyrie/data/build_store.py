@@ -208,7 +208,8 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
   for begin, count in sorted(counts.items()):
     last = 2 * begin - 1
     share = count / documents
-    lines.append(f'{begin:>12,} to {last:>12,} tokens: {count:,} documents, {share:.1%}')
+    bounds = f'{begin:>12,} to {last:>12,} tokens'
+    lines.append(f'{bounds}: {count:,} documents, {share:.1%}')
   lines.append(f'fingerprint {fingerprint}')
   return lines
 

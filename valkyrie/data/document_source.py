@@ -14,6 +14,7 @@ import itertools
 import os
 import pathlib
 import pkgutil
+import re
 import sys
 import types
 from typing import Any, NamedTuple, Self
@@ -111,7 +112,8 @@ def register(name: str, source: DocumentSource, *, prompts: bool = False) -> Non
 def our_modules() -> list[types.ModuleType]:
   """The modules that register our tasks, imported."""
   folder = importlib.import_module(OURS).__path__
-  names = sorted(module.name for module in pkgutil.iter_modules(folder, f'{OURS}.'))
+  found = pkgutil.iter_modules(folder, f'{OURS}.')
+  names = sorted(module.name for module in found)
   return [importlib.import_module(name) for name in names]
 
 
@@ -120,7 +122,8 @@ def loaded(task: str) -> tuple[str, str]:
   module, colon, name = task.partition(':')
   if not colon:
     name = task
-    module = f'{OURS}.{task.replace("/", ".").split(".")[0]}'
+    first, *_ = re.split('[./]', task)
+    module = f'{OURS}.{first}'
   else:
     current_folder.search(module)
   try:

@@ -237,7 +237,8 @@ class TaskFeed:
     for row in range(self.batch_size):
       documents = self.documents(row, position, end)
       rows.append(f'row {row}: {documents}')
-    return f'these documents of {self.store.path}: {_some(rows, "; ")}'
+    documents = _some(rows, '; ')
+    return f'these documents of {self.store.path}: {documents}'
 
   def documents(self, row: int, begin: int, end: int) -> str:
     """The numbers in the store of the documents of the tokens [begin, end) of a row."""

@@ -62,7 +62,8 @@ def some(names: Sequence[str]) -> str:
   first = ', '.join(names[:_MAX_NAMED])
   text = foreign.shown(first)
   if len(names) > _MAX_NAMED:
-    text += f' and {len(names) - _MAX_NAMED} more'
+    more = len(names) - _MAX_NAMED
+    text += f' and {more} more'
   return text
 
 

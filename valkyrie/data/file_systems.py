@@ -32,7 +32,10 @@ class _CloudStorage(pyarrow.fs.FSSpecHandler):
 
   def get_file_info_selector(self, selector: Any) -> list[Any]:
     details = self.fs.find(selector.base_dir, detail=True)
-    return [self._create_file_info(path, info) for path, info in details.items()]
+    infos = []
+    for path, info in details.items():
+      infos.append(self._create_file_info(path, info))
+    return infos
 
   def open_input_file(self, path: str) -> Any:
     return pa.PythonFile(self.fs.open(path), mode='r')
@@ -58,7 +61,8 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     patience = {}
     if parameters.get('retry_limit_seconds'):
       patience['timeout'] = float(parameters['retry_limit_seconds'])
-    client = bucket.client(f'gs://{path}', anonymous=path.startswith(_PUBLIC), **patience)
+    is_public = path.startswith(_PUBLIC)
+    client = bucket.client(f'gs://{path}', anonymous=is_public, **patience)
     files = pyarrow.fs.PyFileSystem(_CloudStorage(client))
     name = urllib.parse.unquote(path.removeprefix(_PUBLIC))
     return files, name.rstrip('/')

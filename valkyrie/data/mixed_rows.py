@@ -132,7 +132,10 @@ class MixedRow:
     """The stage that begins after so many tokens and units of every source, int64 [2, sources]."""
     places = before[0]
     begin = int(places.sum())
-    begun = [weights for position, weights in self._changes if position <= begin]
+    begun = []
+    for position, weights in self._changes:
+      if position <= begin:
+        begun.append(weights)
     weights = np.asarray(begun[-1], float)
     is_read = []
     for source, place in zip(self._sources, places, strict=True):
@@ -155,7 +158,10 @@ class MixedRow:
     if not stage.active:
       return None
     candidates = self._first_end(stage)
-    changes = [position for position, _ in self._changes if position > stage.begin]
+    changes = []
+    for position, _ in self._changes:
+      if position > stage.begin:
+        changes.append(position)
     if changes:
       change = changes[0]
       ends_before = [piece.end < change for piece in candidates]

@@ -229,8 +229,10 @@ class Mixture:
         feed = self._feeds[span.source]
         end_of_span = span.place + span.length
         numbers = feed.documents(row, span.place, end_of_span)
-        documents.append(f'{names[span.source]} {numbers}')
-      rows.append(f'row {row}: {", ".join(documents)}')
+        name = names[span.source]
+        documents.append(f'{name} {numbers}')
+      listed = ', '.join(documents)
+      rows.append(f'row {row}: {listed}')
     places = []
     for name, feed in self.sources.items():
       places.append(f'{name} is {feed.store.path}')

@@ -53,7 +53,8 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
       bound[item.name] = item.parsed.value
 
   def value_of(name: str) -> Any:
-    value, _ = parse.resolve(bound.get(name, parse.Macro(name)), macros)
+    bound_value = bound.get(name, parse.Macro(name))
+    value, _ = parse.resolve(bound_value, macros)
     if isinstance(value, parse.Macro):  # nothing gives it a value
       return None
     return value
@@ -80,7 +81,8 @@ def own_text(location: str, files: Sequence[str], flags: Sequence[str] = ()) -> 
     needed = _DOCUMENTS_PER_ROW * rows
     if isinstance(held_out, float):
       validation_rows = value_of('validation/TaskFeed.batch_size') or rows
-      needed = max(needed, math.ceil(_DOCUMENTS_PER_ROW * validation_rows / held_out))
+      needed_for_validation = _DOCUMENTS_PER_ROW * validation_rows / held_out
+      needed = max(needed, math.ceil(needed_for_validation))
     text_cut, sentence = _cut(records, column, needed)
     sentences.append(sentence)
   values['held_out'] = held_out

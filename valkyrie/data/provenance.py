@@ -50,7 +50,8 @@ class Origin:
     self._store = store
     self._compared: list[SourceFile] = []
     file = store_writer.source_file(store, generation)
-    turn = file_lock.held(store_writer.lock_of(file), f'list the source of {store}', heartbeat.beat)
+    lock = store_writer.lock_of(file)
+    turn = file_lock.held(lock, f'list the source of {store}', heartbeat.beat)
     with store_writer.write_errors(store), turn:
       if self._is_outdated(file, renew, generation):
         lines = []
@@ -353,7 +354,8 @@ def _hash(file: SourceFile) -> str | None:
   if not file.changed:
     return None
   digest = hashlib.blake2b(digest_size=16)
-  with access(file.path, f'{file} cannot be read'), foreign.opened(file.path) as stream:
+  failing = access(file.path, f'{file} cannot be read')
+  with failing, foreign.opened(file.path) as stream:
     for piece in iter(lambda: stream.read(_PIECE), b''):
       digest.update(piece)
       heartbeat.beat()  # a run may wait for the store

@@ -45,15 +45,18 @@ class Selection:
     if self.source is not None:
       described = self.source
       if self.options:
-        described += f' {json.dumps(self.options, sort_keys=True)}'
-      origin = hashlib.sha256(described.encode()).hexdigest()[:8]
+        options = json.dumps(self.options, sort_keys=True)
+        described += f' {options}'
+      digest_of_origin = hashlib.sha256(described.encode()).hexdigest()
+      origin = digest_of_origin[:8]
     kind, _, digest = self.vocabulary.fingerprint.partition('-')
     digest, plus, bos = digest.partition('+')
     vocabulary = f'{digest[:8]}{plus}{bos}'
     words = [self.task, self.split, kind, vocabulary, origin]
     if self.unique:
       words.append('unique')
-    return '-'.join(re.sub(r'[^\w.]+', '_', word) for word in words if word)
+    plain_words = [re.sub(r'[^\w.]+', '_', word) for word in words if word]
+    return '-'.join(plain_words)
 
   @property
   def places(self) -> tuple[str | None, ...]:

@@ -106,7 +106,8 @@ class ShardArrays:
       prompt += len(begin)
     self._prompts.append(prompt)
     first_text_token = first_token + len(begin)
-    self._later_prompts += [first_text_token + place for place in document.later_prompts]
+    for place in document.later_prompts:
+      self._later_prompts.append(first_text_token + place)
     self.counts['documents'] += 1
     self.counts['text_bytes'] += document.text_bytes
     self.counts['tokens'] = self._offsets[-1]
@@ -115,7 +116,9 @@ class ShardArrays:
     """Reports the documents and tokens since the last report."""
     documents = self.counts['documents']
     tokens = self.counts['tokens']
-    self._report(documents - self._reported_documents, tokens - self._reported_tokens)
+    new_documents = documents - self._reported_documents
+    new_tokens = tokens - self._reported_tokens
+    self._report(new_documents, new_tokens)
     self._reported_documents = documents
     self._reported_tokens = tokens
 
@@ -151,7 +154,9 @@ class ShardArrays:
   def _check(self, number: int, piece: np.ndarray) -> None:
     """Raises a DataError for tokens outside the vocabulary."""
     size = self._vocabulary.size
-    if piece.max(initial=0) >= size or piece.min(initial=0) < 0:
+    largest = piece.max(initial=0)
+    smallest = piece.min(initial=0)
+    if largest >= size or smallest < 0:
       raise DataError(
         f'Document {number} of shard {self._shard} of {self._selection.task} has token ids from '
         f'{piece.min()} to {piece.max()}, but the vocabulary {self._vocabulary.fingerprint} has '

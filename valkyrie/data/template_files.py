@@ -37,7 +37,8 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
     named = {'default': configured}
   for file in files:
     name = file.stem
-    if file.name == TEMPLATE and file.parent == folder:
+    is_default = file.parent == folder and file.name == TEMPLATE
+    if is_default:
       name = 'default'
     wrong = f'{file} is not a chat template'
     with converted((OSError, ValueError), ConfigurationError, wrong, 'Copy or download it again.'):
@@ -51,6 +52,7 @@ def named_templates(listed: list[Any]) -> dict[str, Any]:
   """{name: template} of a list in a configuration; entries whose name is no text are left out."""
   templates = {}
   for entry in listed:
-    if isinstance(entry, dict) and isinstance(entry.get('name'), str):
+    is_named = isinstance(entry, dict) and isinstance(entry.get('name'), str)
+    if is_named:
       templates[entry['name']] = entry.get('template')
   return templates

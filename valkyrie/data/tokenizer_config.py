@@ -58,7 +58,8 @@ def eos_name(path: pathlib.Path, config: Mapping[str, Any], ids: Mapping[str, in
   for name in names:
     if name in ids:
       return name
-  listed = ', '.join(f'{name!r:.80}' for name in names)
+  quoted = [f'{name!r:.80}' for name in names]
+  listed = ', '.join(quoted)
   raise ConfigurationError(
     f'The vocabulary {path} has none of {listed} as the last token of a '
     f'document. Name its end-of-text token as "eos_token" in {path.with_name(NAME)}.'

@@ -32,7 +32,8 @@ def check(content: bytes) -> None:
       growth = 1.0
       for step in steps:
         growth *= _growth(step)
-      if len(steps) > _MOST_STEPS or growth > _MOST_GROWTH:
+      are_too_many = len(steps) > _MOST_STEPS
+      if are_too_many or growth > _MOST_GROWTH:
         raise ValueError(
           f'the {len(steps)} steps of its {" and ".join(names)} let a text grow {growth:,.0f} '
           f'times, but {_MOST_STEPS} steps and {_MOST_GROWTH} times are the most'

@@ -56,8 +56,10 @@ def train_vocabulary(
   content = trained(texts, size)
   whole_file.write(output, content)
   vocabulary = vocabularies.load(str(output))
-  text_bytes = sum(len(text.encode()) for text in texts)
-  tokens = sum(len(vocabulary.ids(text)) for text in texts)
+  sizes = [len(text.encode()) for text in texts]
+  lengths = [len(vocabulary.ids(text)) for text in texts]
+  text_bytes = sum(sizes)
+  tokens = sum(lengths)
   ratio = text_bytes / tokens
   sources = ', '.join(map(str, selections))
   print(

@@ -62,7 +62,8 @@ class Vocabulary(Protocol):
 
   def begun(self, text: str) -> np.ndarray:
     """The ids of a text that begins a document, with its BOS."""
-    return np.concatenate([np.asarray(self.bos, np.int32), self.ids(text)])
+    bos = np.asarray(self.bos, np.int32)
+    return np.concatenate([bos, self.ids(text)])
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -125,7 +126,8 @@ class FileVocabulary(Vocabulary):
   def decode(self, ids: Iterable[int]) -> str:
     """The text of ids; those outside the vocabulary are left out."""
     with self._damage('decode ids'):
-      return self._decode([int(i) for i in ids if 0 <= i < self.size])
+      known = [int(number) for number in ids if 0 <= number < self.size]
+      return self._decode(known)
 
   def _pieces(self, text: str) -> list[int]:
     with self._damage('encode a text'):
@@ -193,7 +195,8 @@ class HuggingFaceVocabulary(FileVocabulary):
       tokenizer_file.check(content)
       self._tokenizer = tokenizers.Tokenizer.from_str(content.decode('utf-8'))
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.size = max(ids.values(), default=-1) + 1
+    largest = max(ids.values(), default=-1)
+    self.size = largest + 1
     _check_size(path, self.size)
     config = tokenizer_config.read_config(path)
     self._eos = tokenizer_config.eos_name(path, config, ids)

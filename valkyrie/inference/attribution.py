@@ -76,7 +76,8 @@ class Attribution(NamedTuple):
       begin = int(np.argmax(sums))
       end = begin + width
       sums[max(0, begin - width + 1) : end] = 0
-      text = self.tokenizer.decode(self.tokens[begin:end].tolist())
+      tokens = self.tokens[begin:end].tolist()
+      text = self.tokenizer.decode(tokens)
       strength = float(strengths[begin:end].sum())
       passages.append(Passage(begin, end, strength, text))
     return passages
@@ -151,10 +152,12 @@ class Attributor:
     weights[:, answer_begin:] = 1
     chunks = []
     begin = 0
-    for padded, lengths in self._reader.chunks(self._reader.fresh(1), [tokens]):
+    fresh = self._reader.fresh(1)
+    for padded, lengths in self._reader.chunks(fresh, [tokens]):
       length = lengths[0]
       chunk_weights = np.zeros(padded.shape, np.float32)
-      chunk_weights[:, :length] = weights[:, begin : begin + length]
+      weights_of_chunk = weights[:, begin : begin + length]
+      chunk_weights[:, :length] = weights_of_chunk
       chunk = _Chunk(padded, lengths, chunk_weights)
       chunks.append(chunk)
       begin += self._reader.chunk_size
@@ -202,7 +205,8 @@ class Attributor:
       next_floats, _ = floats_of(next_carry)
       return (odds, next_floats), embedded
 
-    shift = jnp.zeros((*chunk.tokens.shape, about.width), about.compute_dtype)
+    shape = (*chunk.tokens.shape, about.width)
+    shift = jnp.zeros(shape, about.compute_dtype)
     (odds, _), pull_back, embedded = jax.vjp(read, shift, floats, has_aux=True)
     by_embedded, by_carry = pull_back((jnp.ones_like(odds), gradient))
     assert embedded is not None  # since it was shifted

@@ -47,7 +47,10 @@ def generate(
 ) -> list[Generated]:
   """The samples of each prompt; `options` are the last arguments of `_extended`."""
   numbered = dict(enumerate(_prompts(rows, prompts, carry), first))
-  numbers = [(prompt, sample) for prompt in numbered for sample in range(samples)]
+  numbers = []
+  for prompt in numbered:
+    for sample in range(samples):
+      numbers.append((prompt, sample))
   results = []
   for batch in batches(numbers, batch_size):
     texts = []
@@ -107,7 +110,8 @@ def _extended(
   check('generate.max_tokens', max_tokens, NonNegativeInt)
   check('generate.first', max(prompts), Seed)
   reader = rows.reader
-  read_once = list(dict.fromkeys(prompt for prompt, _ in numbers))
+  asked = [prompt for prompt, _ in numbers]
+  read_once = list(dict.fromkeys(asked))
   tokens = [prompts[prompt] for prompt in read_once]
   first = min(prompts)
   carry_rows = [number - first for number in read_once]

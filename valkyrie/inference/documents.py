@@ -62,13 +62,15 @@ def read_document(
   chunks = len(tokens) // size
   last = chunks * size
   steps = {size << power for power in range(chunks.bit_length())}
-  marks = steps | {last - step for step in steps} | {last}
+  before_last = {last - step for step in steps}
+  marks = steps | before_last | {last}
 
   def keep(end: int, carry: TextCarry) -> None:
     if end in marks:
       kept[end] = _copy(carry)
 
-  carry = reader.read(params, carry, [tokens[place:]], begin=place, passed=keep)
+  unread = tokens[place:]
+  carry = reader.read(params, carry, [unread], begin=place, passed=keep)
   # The other document kept none at some of these marks: the nearest carry before replaces it.
   nearest: set[int] = set()
   for mark in marks:

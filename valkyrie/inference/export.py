@@ -127,7 +127,9 @@ def export(
   message = f'{folder} cannot be written'
   with write_errors(message, 'name another --output'), owned.new_folder(folder) as unfinished:
     tensor_writer.write_folder(unfinished, tensors, f'{prefix}model')
-    (unfinished / f'{prefix}config.json').write_text(json.dumps(config, indent=2) + '\n')
+    text = json.dumps(config, indent=2)
+    config_file = unfinished / f'{prefix}config.json'
+    config_file.write_text(f'{text}\n')
     (unfinished / 'README.md').write_text(card)
     vocabularies.copy(loaded.tokenizer, unfinished)
   print(f'step {steps}: {count:,} parameters in {output}')
@@ -142,7 +144,8 @@ class _Content(NamedTuple):
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
-  return sum(math.prod(tensor.shape) for tensor in tensors.values())
+  sizes = [math.prod(tensor.shape) for tensor in tensors.values()]
+  return sum(sizes)
 
 
 def _own(loaded: LoadedModel, form: str) -> _Content:
@@ -189,7 +192,8 @@ def _adapters(loaded: LoadedModel, model: Callable[..., LanguageModel]) -> _Cont
   tensors = named_tensors.of_params(loaded.params)
   adapters = peft.adapters(base.config, tensors)
   peft.check_base(base, model, tensors)
-  return _Content(adapters, peft.configuration(adapters, base.folder), _count(adapters))
+  configuration = peft.configuration(adapters, base.folder)
+  return _Content(adapters, configuration, _count(adapters))
 
 
 def _tensors(loaded: LoadedModel) -> dict[str, Tensor]:
@@ -236,7 +240,8 @@ def _components(loaded: LoadedModel) -> dict[str, Tensor]:
       f"export.form='components' needs one step of a run with LanguageModel.sites; found "
       f'{len(loaded.steps)} steps and {len(sites)} sites. Name one --step of such a run.'
     )
-  with open_to_read(loaded.model_dir, str(loaded.steps[0])) as directory:
+  (step,) = loaded.steps
+  with open_to_read(loaded.model_dir, str(step)) as directory:
     functions = _importance_functions(directory.restore_evaluated())
   names = named_tensors.names_of(loaded.model.parameters())
   arrays = {}
@@ -279,7 +284,8 @@ def _of_model(bindings: dict[str, Any], form: str) -> dict[str, Any]:
 
   def is_part(name: str) -> bool:
     configurable, _, _ = name.rpartition('.')
-    package, _, rest = check.find(configurable).wrapped.__module__.partition('.')
+    part = check.find(configurable).wrapped
+    package, _, rest = part.__module__.partition('.')
     if package == 'valkyrie':
       return rest.startswith(tuple(rooms))
     return package != 'optax'

@@ -146,7 +146,8 @@ class Continuation:
     self._stop.update(self._marked(stops, vocabulary))
     self._vocabulary = vocabulary
     self._begin = vocabulary.encode('a')  # decoders drop the first space of a text
-    self._ids = [int(token) for token in prompt[-_LONGEST_CHARACTER:]]
+    last_of_prompt = prompt[-_LONGEST_CHARACTER:]
+    self._ids = [int(token) for token in last_of_prompt]
     self._context = 0  # the first token that is decoded again
     self._decoded = len(self._ids)  # the first token that was not decoded
     self._held = ''  # decoded, but perhaps the beginning of a stop string
@@ -158,7 +159,10 @@ class Continuation:
     """The stop strings with marks in place of special tokens; fills the table of marks."""
     if not stops:
       return []
-    names = [name for name in vocabulary.specials if any(name in string for string in stops)]
+    names = []
+    for name in vocabulary.specials:
+      if any(name in string for string in stops):
+        names.append(name)
     marked = stops
     for name in sorted(names, key=len, reverse=True):  # since one name may contain another
       mark = chr(_FIRST_MARK + len(self._marks))

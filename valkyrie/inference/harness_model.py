@@ -112,7 +112,8 @@ class HarnessModel(LM):
     sums = dict.fromkeys(range(len(requests)), 0.0)
     for window, score in zip(windows, scores, strict=True):
       first = len(window.tokens) - window.new
-      sums[window.request] += self._sum(score.log_probs[first:])
+      new = score.log_probs[first:]
+      sums[window.request] += self._sum(new)
     return self._answered('loglikelihood_rolling', requests, sums)
 
   def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -99,14 +99,16 @@ def infer(
       pieces = loaded.stream(texts[0], **options)
       with doing('reading the prompt'):
         first_piece = next(pieces, '')
-      print(texts[0] + first_piece, end='', file=file, flush=True)
+      begun = texts[0] + first_piece
+      print(begun, end='', file=file, flush=True)
       for piece in pieces:
         print(piece, end='', file=file, flush=True)
       print(file=file, flush=True)
       return
     for first in range(0, len(texts), batch_size):
       batch = texts[first : first + batch_size]
-      numbers = f'{first + 1} to {first + len(batch)} of {len(texts)}'
+      last = first + len(batch)
+      numbers = f'{first + 1} to {last} of {len(texts)}'
       with doing(f'continuing prompts {numbers}'):
         continuations = loaded.generate(
           batch, first=first, samples=samples, batch_size=batch_size, **options
@@ -118,7 +120,8 @@ def infer(
         if talks:
           line['prompt'] = talks[number]['messages']
         line['tokens'] = len(continuation.tokens)
-        print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+        text = json.dumps(line, ensure_ascii=False)
+        print(text, file=file, flush=True)
 
 
 def _read_prompts(path: pathlib.Path) -> list[str]:
@@ -138,7 +141,8 @@ def _read_prompts(path: pathlib.Path) -> list[str]:
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
-    message = f'{path}:{number}: {form} was expected, found {line[:40]!r}'
+    begin = line[:40]
+    message = f'{path}:{number}: {form} was expected, found {begin!r}'
     kinds = (ValueError, KeyError, TypeError)
     with errors.converted(kinds, errors.DataError, message, 'Correct the line.'):
       prompt = foreign.json_value(line)['prompt'] if is_json else line.decode()
@@ -229,10 +233,12 @@ class TextSamples:
   def __call__(self, step: int, state: Any, metrics: Any) -> Mapping[str, str] | None:
     if not self.pauses(step):
       return None
-    self._loaded.params = jax.device_put(state.evaluated, jax.local_devices()[0])
+    device, *_ = jax.local_devices()
+    self._loaded.params = jax.device_put(state.evaluated, device)
     continuations = self._loaded.generate(self._prompts, seed=step, **self._options)
     self._loaded.params = {}
     samples = {}
     for prompt, continuation in zip(self._prompts, continuations, strict=True):
-      samples[f'sample_{len(samples) + 1}'] = prompt + continuation.text
+      number = len(samples) + 1
+      samples[f'sample_{number}'] = prompt + continuation.text
     return samples

@@ -127,7 +127,8 @@ class LoadedModel:
       ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
-    return documents.load(pathlib.Path(path), self._reader, self._origin())
+    file = pathlib.Path(path)
+    return documents.load(file, self._reader, self._origin())
 
   def score(
     self,
@@ -160,7 +161,8 @@ class LoadedModel:
     vectors = scoring.of_each(
       *(self.text_rows, self._reader.embed, self.params, texts, carry, batch_size)
     )
-    return np.array(vectors, np.float32).reshape(-1, self.model.about.width)
+    width = self.model.about.width
+    return np.array(vectors, np.float32).reshape(-1, width)
 
   def logits(
     self, text: Text, carry: AnyCarry | None = None, *, params: Params | None = None

@@ -58,8 +58,9 @@ def activations(
   for kind in kinds:
     check_choice('kind', kind, ACTIVATIONS)
   parts: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
+  wanted = tuple(kinds)
   for chunk, lengths in rows.reader.chunks(carry, tokens):
-    features, carry = rows.reader.show(params, carry, chunk, lengths, tuple(kinds))
+    features, carry = rows.reader.show(params, carry, chunk, lengths, wanted)
     length = lengths[0]
     for kind in kinds:
       values = features.activations[kind][:, 0, :length]

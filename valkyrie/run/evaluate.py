@@ -111,7 +111,8 @@ def evaluate(
       with create_writers(model_dir, name=place) as writer:
         writer.write_scalars(number, metrics)
       if jax.process_index() == 0:
-        print(f'step {number}, {title}: ' + ', '.join(describe(metrics)), flush=True)
+        described = ', '.join(describe(metrics))
+        print(f'step {number}, {title}: {described}', flush=True)
     if jax.process_index() == 0:
       _draw(pathlib.Path(model_dir), found, name)
 

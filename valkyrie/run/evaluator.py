@@ -277,7 +277,9 @@ class Evaluator:
       return jax.device_get(found)
 
     chunks = {name: scores(feed) for name, feed in self.sources.items()}
-    quick_sums = {name: _sum(parts[: self._quick]) for name, parts in chunks.items()}
+    quick_sums = {}
+    for name, parts in chunks.items():
+      quick_sums[name] = _sum(parts[: self._quick])
     quick = self._metrics(quick_sums)
     if not whole:
       return quick
@@ -302,7 +304,8 @@ class Evaluator:
       shares.append(self._weights[name] / weight)
 
     def weighted(*parts):
-      return sum(share * part for share, part in zip(shares, parts, strict=True) if share)
+      weighted_parts = zip(shares, parts, strict=True)
+      return sum(share * part for share, part in weighted_parts if share)
 
     mean = jax.tree.map(weighted, *scores.values())
     ratio = mean_tokens_per_byte(self._weights, ratios)

@@ -203,7 +203,8 @@ class Profile:
     self._first, self._last = steps or (0, -1)
     self._is_running = False
     self._running = contextlib.ExitStack()
-    if steps is not None and not 1 <= self._first <= self._last:
+    is_valid = 1 <= self._first <= self._last
+    if steps is not None and not is_valid:
       raise ConfigurationError(
         f'train.profile_steps={steps}: give the first and the last step to profile, such as (10, '
         '12). Step 1 is the first.'

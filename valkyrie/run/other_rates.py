@@ -44,9 +44,10 @@ def other_rates(saved: Mapping[str, float] | None, rates: Rates, steps: range) -
     return lines
 
   count = min(len(steps), _COMPARED)
-  chosen = np.linspace(steps.start, steps.stop - 1, count).round().astype(int)
-  earlier = np.array([rates.rate(step, before) for step in chosen.tolist()])
-  current = np.array([rates.rate(step, after) for step in chosen.tolist()])
+  places = np.linspace(steps.start, steps.stop - 1, count)
+  chosen = places.round().astype(int).tolist()
+  earlier = np.array([rates.rate(step, before) for step in chosen])
+  current = np.array([rates.rate(step, after) for step in chosen])
   apart = np.abs(current - earlier)
   most = int(apart.argmax())
   largest = apart[most]

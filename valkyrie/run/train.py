@@ -125,7 +125,10 @@ def train(
         check_mixers(setup.settings.model)
     directory = stack.enter_context(checkpoints.open(model_dir, progress.say))
     stack.callback(profile.close)  # before the directory is let go
-    progress.log_to(pathlib.Path(model_dir, 'log.txt') if jax.process_index() == 0 else None)
+    log_file = None
+    if jax.process_index() == 0:
+      log_file = pathlib.Path(model_dir, 'log.txt')
+    progress.log_to(log_file)
     progress.say(*report.system_lines(), *setup.remarks())
     with doing('comparing kernels', progress.say):
       setup = setup.with_kernels(kernel_check.agreeing_lengths(setup, progress.say))
@@ -140,12 +143,14 @@ def train(
     with doing('making or restoring the state', progress.say):
       run = RunState.restore(setup, tokens, lengths, directory, origin, progress.say)
     trainer = Trainer(run, directory, origin, stop, progress.say)
-    budget = refused_steps(int(run.state.skipped), lambda step: run.reading.describe(step - 1))
+    skipped = int(run.state.skipped)
+    budget = refused_steps(skipped, lambda step: run.reading.describe(step - 1))
     directory.make_room()
     evaluate.record_data(
       model_dir, 'eval', may_differ=True, patience=checkpoints.patience, say=progress.say
     )
-    progress.say(*memory.lines(' with the state'), run.reading.plan(train_steps))
+    memory_lines = memory.lines(' with the state')
+    progress.say(*memory_lines, run.reading.plan(train_steps))
     with doing('evaluating the first weights', progress.say):
       trainer.check_weights(evaluate)
     if jax.process_index() == 0:
@@ -174,7 +179,8 @@ def train(
 
     # Observers.
     _write_settings(writer, run.step)
-    refusals = stack.enter_context(Refusals(model_dir, budget, progress.say, checkpoints.patience))
+    refusals = Refusals(model_dir, budget, progress.say, checkpoints.patience)
+    stack.enter_context(refusals)
     log = TrainingLog(
       writer, setup, run.reading, every=log_every, total_steps=train_steps, check=refusals,
       began=began, say=progress.say,
@@ -214,7 +220,8 @@ def _take_steps(trainer: Trainer, observers: Observers) -> None:
   log, hooks, refusals, validation, saver, profile = observers
   log.clock(runs=True)
   with saver.saving_on_error():
-    for batch in batches(run.reading, setup, range(run.step, lengths.train_steps)):
+    steps = range(run.step, lengths.train_steps)
+    for batch in batches(run.reading, setup, steps):
       if run.done() or trainer.should_stop():
         break
       with profile.step(run.step + 1, log.untimed):
@@ -237,10 +244,16 @@ def _take_steps(trainer: Trainer, observers: Observers) -> None:
 def _write_settings(writer: RunWriter, step: int) -> None:
   """Writes the configuration to TensorBoard."""
   bound = bindings()
-  rows = [f'| `{name}` | `{value}` |' for name, value in sorted(bound.items())]
+  rows = []
+  for name, value in sorted(bound.items()):
+    rows.append(f'| `{name}` | `{value}` |')
   table = '\n'.join(['| binding | value |', '| --- | --- |', *rows])
   writer.write_texts(step, {'configuration': table})
-  writer.write_hparams({n: v for n, v in bound.items() if isinstance(v, int | float | str)})
+  hparams = {}
+  for name, value in bound.items():
+    if isinstance(value, int | float | str):
+      hparams[name] = value
+  writer.write_hparams(hparams)
 
 
 def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabulary) -> None:

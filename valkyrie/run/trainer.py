@@ -55,7 +55,8 @@ class Trainer:
     loss = evaluate(params, whole=False, stop=self.should_stop)['loss']
     if loss is not None:
       strict = self.run.has_all_weights and not weights.any_loss
-      self.say(check_loss(loss, self.setup.model.about.vocabulary_size, strict))
+      vocabulary_size = self.setup.model.about.vocabulary_size
+      self.say(check_loss(loss, vocabulary_size, strict))
 
   def compile(self) -> None:
     """Compiles the step of every phase to come, before the first is taken; one for each shape.
@@ -99,7 +100,8 @@ class Trainer:
     seconds = time.perf_counter() - traced
     times = f'{traced - began:.1f} s, compiled in {seconds:.1f} s'
     if before is not None:
-      times += f': read from a file, {before - seconds:.1f} s saved'
+      saved = before - seconds
+      times += f': read from a file, {saved:.1f} s saved'
     step_memory = memory.of_program(compiled)
     self.say(f'traced in {times}; {step_memory}')
     self.step_memory = f'a step of {_shape_text(phase)} takes {step_memory}'
@@ -125,7 +127,8 @@ class Trainer:
   def take_step(self, batch: Batch) -> StepMetrics:
     """Dispatches the next step, and returns its metrics without waiting for them."""
     run = self.run
-    step = self._steps[self.setup.curriculum.phase(run.step).shape]
+    phase = self.setup.curriculum.phase(run.step)
+    step = self._steps[phase.shape]
     run.state, metrics = step(run.state, batch)
     run.step += 1
     return metrics
@@ -153,7 +156,8 @@ class Trainer:
       state, _ = resume.first_state(self.setup, self.run.feed, self.origin.weights, self.say)
       fields = _rewound(state)
     else:
-      fields = self.directory.restore(_rewound(self.setup.state), partial=True, step=found)
+      target = _rewound(self.setup.state)
+      fields = self.directory.restore(target, partial=True, step=found)
     self.run.state = self.run.state._replace(**fields)
     return found or 0
 
@@ -179,7 +183,8 @@ def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
   rows = partitioner.local_rows(batch_size)
   check_consistency = consistency.TokenConsistency(reading.feed, rows)
   spans = ((reading.place(n), setup.curriculum.phase(n).tokens_per_row) for n in steps)
-  for step, batch in zip(steps, prefetch(reading.feed, spans, rows=rows), strict=True):
+  ahead = prefetch(reading.feed, spans, rows=rows)
+  for step, batch in zip(steps, ahead, strict=True):
     check_consistency(step, reading.place(step), batch)
     yield partitioner.place_batch(batch, batch_size)
 
@@ -202,4 +207,5 @@ def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
   kept = ''
   if hunt_nan:
     kept = ', state not donated'
-  return f'{_shape_text(phase)}, of {train_steps} steps, {jax.process_count()} processes{kept}'
+  count = jax.process_count()
+  return f'{_shape_text(phase)}, of {train_steps} steps, {count} processes{kept}'

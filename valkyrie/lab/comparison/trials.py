@@ -51,7 +51,9 @@ def candidate(text: str) -> Candidate:
   if name.endswith('.gin'):
     statements = f'include {name!r}'
     name = pathlib.PurePath(name).stem
-  lines = [f'{statement.strip()}\n' for statement in statements.split(';')]
+  lines = []
+  for statement in statements.split(';'):
+    lines.append(f'{statement.strip()}\n')
   return Candidate(name, ''.join(lines))
 
 
@@ -78,7 +80,8 @@ def make_trial(
   statements = parse.read_statements(files, settings, (), imports)
   _check_only_one_sets(flags, candidate, candidate_file, statements)
   scaled = _scale_steps(parse.macros_of(statements), steps)
-  settings += _gin_flags({name: value for name, value in scaled.items() if name not in macros})
+  others = {name: value for name, value in scaled.items() if name not in macros}
+  settings += _gin_flags(others)
   configuration = Configuration(
     lambda: load_gin(files, settings, allowed_imports=imports, modules=CONFIGURABLE_MODULES)
   )
@@ -103,9 +106,11 @@ def _check_only_one_sets(
 ) -> None:
   """Raises a ConfigurationError if a candidate binds what the flags bind for all candidates."""
   set_for_all = {'seed', *dict(flags.over)}
-  set_for_all |= {statement.name for statement in parse.read_statements((), flags.gin)}
+  statements_of_flags = parse.read_statements((), flags.gin)
+  set_for_all |= {statement.name for statement in statements_of_flags}
   for statement in statements:
-    if not (statement.is_binding and statement.where.startswith(f'{candidate_file}:')):
+    is_of_candidate = statement.where.startswith(f'{candidate_file}:')
+    if not (statement.is_binding and is_of_candidate):
       continue
     if statement.name in set_for_all:
       raise ConfigurationError(
@@ -212,7 +217,8 @@ def _watched(process: subprocess.Popen[bytes], trial: Trial) -> int:
       return process.wait(_SECONDS_BETWEEN_LINES)
     except subprocess.TimeoutExpired:
       steps = json_lines.by_step(trial.folder / 'metrics.jsonl')
-      say(f'  {max(steps, default=0):,} of {trial.steps:,} steps')
+      done = max(steps, default=0)
+      say(f'  {done:,} of {trial.steps:,} steps')
 
 
 def say(text: str) -> None:
@@ -231,7 +237,8 @@ def costs(run: Run) -> dict[str, float | None]:
   for seconds in seconds_by_phase.values():
     typical = statistics.median(seconds)
     typical_seconds += [typical] * len(seconds)
-  step_costs: dict[str, float | None] = {'seconds': statistics.fmean(typical_seconds)}
+  seconds_of_step = statistics.fmean(typical_seconds)
+  step_costs: dict[str, float | None] = {'seconds': seconds_of_step}
   last = run.lines[-1]
   for budget in ('tokens', 'flops'):
     amount = last[budget]

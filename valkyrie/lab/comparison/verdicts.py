@@ -66,7 +66,9 @@ def _compare(
         f'{first} and {other}: no verdict. {first} is ahead by {difference:.3f} {unit}, but '
         f'{unequal}. Compare the same --tokens, or give more --seconds on an idle machine.'
       )
-  spread = max(_range(scores[first]), _range(scores[other]))
+  range_of_first = _range(scores[first])
+  range_of_other = _range(scores[other])
+  spread = max(range_of_first, range_of_other)
   if len(scores[first]) == 1:
     sentence = (
       f'{first} is ahead of {other} by {difference:.3f} {unit} with one seed. More --seeds show '

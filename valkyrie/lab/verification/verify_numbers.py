@@ -92,7 +92,9 @@ class Computation:
       return numbers
 
     numbers = compute(0)
-    spread = {path: np.zeros_like(value) for path, value in numbers.items()}
+    spread = {}
+    for path, value in numbers.items():
+      spread[path] = np.zeros_like(value)
     for seed in (1, 2):
       for path, value in compute(seed).items():
         change = np.abs(value - numbers[path])
