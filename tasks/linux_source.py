@@ -33,7 +33,8 @@ class LinuxSource(DocumentSource):
 
   def __init__(self, location: str = PACKAGED, subsystem: str | None = None):
     super().__init__(splits=('train', 'validation'))
-    self._location, self._subsystem = location, subsystem
+    self._location = location
+    self._subsystem = subsystem
 
   def at(self, location: str | None, **options: str) -> Self:
     if unknown := {*options} - {'subsystem'}:

@@ -20,7 +20,9 @@ from valkyrie.data.document_source import DIGITS, Problem, register_problems
 
 MAX_DEPTH = 10
 MAX_ARGUMENTS = 10
-MIN_SYMBOLS, MAX_SYMBOLS = 500, 2000  # both excluded
+# both excluded
+MIN_SYMBOLS = 500
+MAX_SYMBOLS = 2000
 _OPERATION_PROBABILITY = 0.25
 _SPREAD = 1.3  # a length within this factor of the drawn one is accepted
 

@@ -36,7 +36,8 @@ class StandardLibrarySource(DocumentSource):
     super().__init__(splits=('train', 'validation'))
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
-    root, paths = _root(), _paths(split)
+    root = _root()
+    paths = _paths(split)
     for path in paths[len(paths) * shard // shards : len(paths) * (shard + 1) // shards]:
       yield TextDocument(_text(root / path), sequence_key=path.split('/')[0], name=path)
 

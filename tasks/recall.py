@@ -20,7 +20,9 @@ KEYS = string.ascii_uppercase
 PAIRS = (1, 4, 16)  # marked pairs of a stream
 _SHARES = (4 / 7, 2 / 7, 1 / 7)  # of the streams in training: one pair is the first to be learned
 SHARE = 1 / 8  # of the tokens of a distance belong to pairs without a mark
-NEAREST, FARTHEST = 8, 8000  # distances in the splits
+# distances in the splits
+NEAREST = 8
+FARTHEST = 8000
 _LETTERS, _KEYS, _DIGITS = (np.frombuffer(s.encode(), np.uint8) for s in (NOISE, KEYS, DIGITS))
 
 

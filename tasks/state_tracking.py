@@ -33,7 +33,8 @@ def parity(random: np.random.RandomState, length: int) -> Problem:
 
 def swaps(random: np.random.RandomState, length: int) -> Problem:
   """Five items in order, swaps of two places, and the items at the first four places."""
-  letters, items = symbols(random, ''.join(SWAPS), length), [*'01234']
+  letters = symbols(random, ''.join(SWAPS), length)
+  items = [*'01234']
   prompt = f'{"".join(items)}{letters}='
   for letter in letters:
     one, other = SWAPS[letter]

@@ -26,7 +26,8 @@ class RandomTokens:
 
   def __init__(self, selection: Selection):
     """Raises a ConfigurationError if an option is unknown, or no number in its range."""
-    options, self.path = {**_DEFAULTS, **selection.options}, 'random tokens'
+    options = {**_DEFAULTS, **selection.options}
+    self.path = 'random tokens'
     if selection.source is not None or options.keys() != _DEFAULTS.keys():
       raise ConfigurationError(
         f'The task synthetic got TaskFeed.source={selection.source!r} and the options '
@@ -42,10 +43,12 @@ class RandomTokens:
     self._length = int(options['tokens'])
     self.lengths = np.full(documents, self._length)
     self.sequence_keys = np.arange(documents, dtype=np.uint64)
-    self.prompts, self.later_prompts = np.zeros(documents, np.int64), np.zeros(0, np.int64)
+    self.prompts = np.zeros(documents, np.int64)
+    self.later_prompts = np.zeros(0, np.int64)
     self.tokens = documents * self._length
     self.information = {'text_bytes': self.tokens}
-    self._vocabulary, self._seed = selection.vocabulary, zlib.crc32(selection.split.encode())
+    self._vocabulary = selection.vocabulary
+    self._seed = zlib.crc32(selection.split.encode())
     self.fingerprint = content_hash(selection.recorded() | {'options': options})
 
   def read(self, documents: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -153,7 +153,8 @@ class TextSource(DocumentSource):
     """Raises a DataError if text of the validation split is in the training split."""
     if self._elsewhere is None:
       return
-    both, listed = [self._elsewhere] * (self._elsewhere == self._location), self.files('validation')
+    both = [self._elsewhere] * (self._elsewhere == self._location)
+    listed = self.files('validation')
     if listed and (training := self.files('train')):
       both += training.shared_with(listed)
     if both:

@@ -108,7 +108,8 @@ class Planner(Module):
 
     Without the drafts; only the last two steps of a segment have a backward pass.
     """
-    r, m = self.plan_tokens, self.segments
+    r = self.plan_tokens
+    m = self.segments
     module = r * (8 * width * width + 4 * r * width + 6 * width * self.mlp_width)
     recurrence = m * self.cycles * (self.steps + 1) * module
     plan = recurrence + 2 * r * width * width + 4 * m * r * width * width
@@ -239,7 +240,9 @@ def _read_plans(q: Array, keys: Array, values: Array, number: Array, length: int
   first = number[:, :, 0]
   both = jnp.minimum(jnp.stack([first, first + 1], axis=-1), keys.shape[1] - 1)
   pick = jax.vmap(jax.vmap(lambda row, at: row[at]), (None, 0))  # over slices, over rows
-  near_keys, near_values = pick(keys, both), pick(values, both)  # [N, B, 2, M, R, H, K]
+  # [N, B, 2, M, R, H, K]
+  near_keys = pick(keys, both)
+  near_values = pick(values, both)
   dtype = wide(q.dtype)
   scores = jnp.einsum('nbqhk,nbcmrhk->nbhqcmr', q, near_keys, preferred_element_type=dtype)
   shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5)

@@ -37,7 +37,8 @@ class Planted(NamedTuple):
 
 def passkey(random: np.random.RandomState, tokens: int, keys: int) -> Planted:
   """A text of letters with one number, which is asked for."""
-  text, key = symbols(random, NOISE, tokens), symbols(random, DIGITS, 2)
+  text = symbols(random, NOISE, tokens)
+  key = symbols(random, DIGITS, 2)
   place = random.randint(tokens - WIDTH)
   return Planted(f'{text[:place]}{key}{text[place + 2 :]}', [place], ['?'], [key])
 
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('--texts', type=int, default=8, help='default: %(default)s')
   options = parser.parse_args(arguments)
   run = valkyrie.load(options.run)
-  right, drops, others = 0, [], []
+  right = 0
+  drops = []
+  others = []
   for number in range(options.texts):
     random = np.random.RandomState([options.tokens, number])
     now = TASKS[options.task](random, options.tokens, options.keys)

@@ -25,7 +25,8 @@ class Peer:
       model.compile()
     self._optimizer = peers.adamw(model, rate=1e-3)
     batch = torch.randint(1, model.config.vocab_size, (rows, tokens + 1))
-    self._inputs, self._targets = batch[:, :-1], batch[:, 1:]
+    self._inputs = batch[:, :-1]
+    self._targets = batch[:, 1:]
     self.parameters = sum(p.numel() for p in model.parameters())
     self.steps(1)  # untimed: it allocates the memory, and compiles
 

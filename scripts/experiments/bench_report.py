@@ -50,7 +50,8 @@ def report(records: Sequence[Mapping[str, Any]]) -> str:
   """Formats the records, which `bench.py` also writes to --json, for printing."""
   by_name = {record['name']: record for record in records}
   machine, peak, loop, of_parts = (by_name[n] for n in ('machine', 'peak', 'loop', 'parts'))
-  size, dtype = peak['size'], peak['dtype']
+  size = peak['size']
+  dtype = peak['dtype']
   variants = [record for record in records if 'forward' in record]
   words = {term: text for record in variants for term, text in record['forward']['words'].items()}
   lines = [

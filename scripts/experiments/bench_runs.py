@@ -26,7 +26,9 @@ from valkyrie.types import Batch
 
 # Steps that are timed together; the loop writes its log once in as many.
 STEPS = 10
-WHOLE, NO_MIXERS = 'the model', 'no mixers'  # names of variants
+# names of variants
+WHOLE = 'the model'
+NO_MIXERS = 'no mixers'
 
 
 class Forward(NamedTuple):
@@ -136,7 +138,8 @@ class Loop:
 
   def steps(self) -> float:
     """Seconds per step in the loop, including the start and the end of prefetching."""
-    trainer, log = self._trainer, self._log
+    trainer = self._trainer
+    log = self._log
     began = time.perf_counter()
     numbers = range(self._done, self._done + STEPS)
     spans = (

@@ -24,7 +24,8 @@ import page_blocks
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / 'docs' / 'results' / 'performance.md'
 FOLDER = pathlib.Path('runs', 'certificates')
-GIB, GB = 2**30, 1e9
+GIB = 2**30
+GB = 1e9
 Certificate = Mapping[str, Any]
 
 

@@ -70,7 +70,8 @@ def peaks(flags: argparse.Namespace) -> Iterable[str]:
   shape = f'--rows=1 --tokens={flags.tokens[0]} --repeats=3 --json={path}'.split()
   call([sys.executable, str(SCRIPTS / 'bench.py'), f'--gin_file={flags.model}', *shape])
   found = {record['name']: record for record in map(json.loads, path.read_text().splitlines())}
-  machine, peak = found['machine'], found['peak']
+  machine = found['machine']
+  peak = found['peak']
   rate = peak['flops_per_second']['median'] / 1e12
   product = f'{peak["dtype"]} products of {peak["size"]}^3'
   yield f'{machine["device"]}, jax {machine["jax"]}: {product} run'
@@ -85,13 +86,15 @@ def steps(flags: argparse.Namespace) -> Iterable[str]:
   yield '| tokens of the row | seconds a step | tokens/s | expected | GiB | expected |'
   yield '| --- | --- | --- | --- | --- | --- |'
   for tokens in flags.tokens:
-    run, name = Run(flags, tokens), f'steps_{tokens}'
+    run = Run(flags, tokens)
+    name = f'steps_{tokens}'
     call(run.command(name, '--run_mode=precompile'))
     (certificate,) = json.loads((run.folder(name) / 'precompile.json').read_text())
     call(run.train(name, STEPS, saves=STEPS))
     shutil.rmtree(run.folder(name) / 'checkpoints')  # each of the size of the model and its moments
     last = run.metrics(name)[STEPS]
-    seconds, memory = last['step_seconds'], last.get('device_memory_peak')
+    seconds = last['step_seconds']
+    memory = last.get('device_memory_peak')
     rates = certificate.get('estimated_tokens_per_second_per_chip') or ()
     cells = [
       f'{tokens:,}',
@@ -107,7 +110,8 @@ def steps(flags: argparse.Namespace) -> Iterable[str]:
 def resumed(flags: argparse.Namespace) -> Iterable[str]:
   """A run that is killed and started again, beside one that is not."""
   run = Run(flags, flags.tokens[0])
-  last, killed = flags.steps, flags.steps // 2
+  last = flags.steps
+  killed = flags.steps // 2
   call(run.train('whole', last, saves=last // 3))
   command = run.train('killed', last, saves=last // 3)
   print(f'$ {shlex.join(command)}    # killed after step {killed}', flush=True)
@@ -135,7 +139,8 @@ def generated(flags: argparse.Namespace) -> Iterable[str]:
   call([sys.executable, script, '--alone', *shape, '--tokens', *lengths])
   yield from ('| tokens before | ms a token | MiB of the carry |', '| --- | --- | --- |')
   for found in json.loads(path.read_text()):
-    ms, mib = 1e3 * found['seconds'], found['carry_bytes'] / 2**20
+    ms = 1e3 * found['seconds']
+    mib = found['carry_bytes'] / 2**20
     yield f'| {found["tokens"]:,} | {ms:.2f} | {mib:.1f} |'
 
 
@@ -178,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True)
   except FileExistsError:
     parser.error(f'{folder} is there already. Pass another --results, or delete it.')
-  began, failures = time.time(), 0
+  began = time.time()
+  failures = 0
   command = ' '.join(['bash scripts/experiment chip', *map(shlex.quote, arguments or sys.argv[1:])])
   text = [f'`{command}`', '']
   for title, part in PARTS.items():

@@ -46,7 +46,8 @@ from valkyrie.types import Array, Params
 FUNCTIONS = importance.PerComponent(width=16)
 LOSSES = (Stochastic(live='all'), Stochastic(live='each'))
 CLIP_NORM = 0.01
-FAITHFUL_STEPS, FAITHFUL_RATE = 200, 0.01
+FAITHFUL_STEPS = 200
+FAITHFUL_RATE = 0.01
 STEPS_OF_A_CALL = 500
 MODULE = 'layers/toy'
 LEARNED = ('first', 'second', 'bias')  # by the target
@@ -99,7 +100,8 @@ class Toy:
 
     The weights make their mean equal the mean of rows of independent features, mostly zero.
     """
-    p, zero = self.probability, (1 - self.probability) ** self.features
+    p = self.probability
+    zero = (1 - self.probability) ** self.features
     keys = jax.random.split(key, 3)
     drawn = jax.random.uniform(keys[0], (rows, 1))
     first = jnp.floor(jnp.log1p(-drawn * (1 - zero)) / math.log1p(-p))
@@ -258,7 +260,8 @@ def minimizer(loss: Callable, optimizer: optax.GradientTransformation, steps: in
     return *carry, jax.tree.map(jnp.mean, terms)
 
   def run(params, *others):
-    state, terms = jax.jit(optimizer.init)(params), {}
+    state = jax.jit(optimizer.init)(params)
+    terms = {}
     for begin in range(0, steps, STEPS_OF_A_CALL):
       params, state, terms = call(params, state, begin, *others)
     return params, {name: float(value) for name, value in terms.items()}
@@ -268,7 +271,8 @@ def minimizer(loss: Callable, optimizer: optax.GradientTransformation, steps: in
 
 def trained(model: Model, seed: int) -> tuple[Params, float]:
   """The target and its loss; the factors are left as they began."""
-  toy, key = model.toy, jax.random.key(seed)
+  toy = model.toy
+  key = jax.random.key(seed)
   own, rest = partition(lambda _, name, __: name in LEARNED, model.init(key))
 
   def loss(own, step):
@@ -297,12 +301,14 @@ def importances(model: Model, params: Params, inputs: Mapping[str, Array]) -> di
 
 def losses(model: Model, params: Params, step: Array, seed: Array) -> dict[str, Array]:
   """The terms of the loss of a step, each with its coefficient."""
-  toy, sites = model.toy, model.sites
+  toy = model.toy
+  sites = model.sites
   # The data do not depend on the seed: losses of seeds are compared.
   x, weights = toy.batch(jax.random.fold_in(jax.random.key(0), step), toy.rows)
   clean, inputs = model.apply(params, x, {})
   z = importances(model, params, inputs)
-  low, high = jax.tree.map(importance.lower, z), jax.tree.map(importance.upper, z)
+  low = jax.tree.map(importance.lower, z)
+  high = jax.tree.map(importance.upper, z)
   tokens = Tokens(seed, jnp.arange(len(x)), jnp.broadcast_to(step, (len(x), 1)))
   terms = {}
   for number, loss in enumerate(LOSSES):
@@ -363,11 +369,13 @@ def match(rows: np.ndarray, inner: np.ndarray, u: np.ndarray) -> Match:
     u: U [C, d]; a component's part of row j is inner[j, c] u[c].
   """
   parts = inner[:, :, None] * u[None]
-  lengths, expected = np.linalg.norm(parts, axis=-1), np.linalg.norm(rows, axis=-1)
+  lengths = np.linalg.norm(parts, axis=-1)
+  expected = np.linalg.norm(rows, axis=-1)
   cosines = np.einsum('jcd,jd->jc', parts, rows) / np.maximum(lengths * expected[:, None], 1e-12)
   # A component of vanishing length has a direction, too.
   cosines = np.where(lengths > VANISHING * expected.mean(), cosines, -1.0)
-  best, own = cosines.argmax(axis=1), np.arange(len(rows))
+  best = cosines.argmax(axis=1)
+  own = np.arange(len(rows))
   ratio = np.mean(lengths[own, best] / expected)
   return Match(float(cosines[own, best].mean()), float(ratio), len({*best.tolist()}))
 
@@ -391,7 +399,8 @@ def measured(model: Model, params: Params) -> tuple[Match, dict[str, int], dict[
 
   inputs, of_probes = low_of(model.toy.probes())
   _, of_data = low_of(model.toy.batch(jax.random.key(1), 16_384)[0])
-  alive, errors = {}, {}
+  alive = {}
+  errors = {}
   for path, site in model.sites.items():
     alive[site.name] = int((of_data[path].max(axis=(0, 1, 2)) > ALIVE).sum())
     errors[site.name] = identity_errors(np.asarray(of_probes[path][0, :, 0]))
@@ -403,7 +412,8 @@ def measured(model: Model, params: Params) -> tuple[Match, dict[str, int], dict[
 
 def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
   """Trains the target, decomposes it with each seed, and prints the table."""
-  began, model = time.monotonic(), model_of(toy)
+  began = time.monotonic()
+  model = model_of(toy)
   names = sorted(site.name for site in model.sites.values())
   target, loss = trained(model, target_seed)
   outputs, _ = jax.jit(model.apply)(target, toy.probes(), {})
@@ -421,7 +431,8 @@ def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
   print(
     line.format('published', '', *toy.published, '', of_sites(toy.alive), '', '', ''), flush=True
   )
-  decomposed, found = decomposer(model, target), {}
+  decomposed = decomposer(model, target)
+  found = {}
   for seed in seeds:
     params, terms = decomposed(seed)
     matched, alive, errors = measured(model, params)
@@ -441,7 +452,8 @@ def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
       ),
       flush=True,
     )  # fmt: skip
-  best, successes = min(found, key=lambda seed: found[seed][0]), sum(s for _, s in found.values())
+  best = min(found, key=lambda seed: found[seed][0])
+  successes = sum(s for _, s in found.values())
   print(
     f'Seed {best} has the smallest loss: {"a success" if found[best][1] else "no success"}. '
     f'{successes} of {len(found)} seeds succeed. {time.monotonic() - began:.0f} s.',

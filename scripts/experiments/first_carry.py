@@ -64,12 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--steps', type=int, default=400, help='of the task (default: %(default)s)')
   flags = parser.parse_args(arguments)
   flags.folder.mkdir(parents=True, exist_ok=True)
-  base, text = flags.folder / 'base', flags.folder / 'functions.jsonl'
+  base = flags.folder / 'base'
+  text = flags.folder / 'functions.jsonl'
   if not text.exists():
     lines = [json.dumps({'prompt': prompt, 'answer': answer}) for prompt, answer in pairs()]
     text.write_text('\n'.join(lines) + '\n')
   run('--gin_file=gin/tiny_cpu.gin', f'--gin.train_steps={flags.base_steps}', f'--model_dir={base}')
-  losses, before = {}, math.nan
+  losses = {}
+  before = math.nan
   for kind, rates in RATES.items():
     for rate in rates:
       folder = flags.folder / f'{kind}_{rate:g}'

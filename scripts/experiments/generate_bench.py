@@ -29,7 +29,13 @@ from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 
 VOCABULARY = 259
-WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, MLP = 192, 6, 3, 1, 64, 384  # of gin/models/tiny.gin
+# of gin/models/tiny.gin
+WIDTH = 192
+LAYERS = 6
+HEADS = 3
+KV_HEADS = 1
+HEAD_WIDTH = 64
+MLP = 384
 MIB = 2**20
 
 Timed = Callable[[int], float]
@@ -69,7 +75,8 @@ class Llama:
     import torch  # noqa: PLC0415  (not with --alone)
     import transformers  # noqa: PLC0415
 
-    self._torch, self._empty = torch, transformers.DynamicCache
+    self._torch = torch
+    self._empty = transformers.DynamicCache
     config = transformers.LlamaConfig(
       vocab_size=VOCABULARY,
       hidden_size=WIDTH,

@@ -40,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--draws', type=int, default=3, help='of random ones (default: %(default)s)')
   flags = parser.parse_args(arguments)
   load_gin((), (), run=pathlib.Path(flags.run), modules=command_line.CONFIGURABLE_MODULES)
-  made, device = StepSettings(), Partitioner((('data', 1),), (), (), manual=True)
+  made = StepSettings()
+  device = Partitioner((('data', 1),), (), (), manual=True)
   terms = evaluations(terms_of(made.objective))
   (scores,) = [term for term in terms if isinstance(term, ComponentScores)]
   measure = Evaluator(language_model.transform(made.model), device, terms=(scores,))
-  model, sites = measure.model, sites_of(measure.model.parameters())
+  model = measure.model
+  sites = sites_of(measure.model.parameters())
   params, _ = restored_params(model, device, flags.run, measure.vocabulary)
   measure.open()
 
@@ -95,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   counts = np.concatenate([active[path].ravel() for path in sites])
 
   def accuracy(chosen):
-    mask, kept, begin = np.zeros(counts.size, np.float32), {}, 0
+    mask = np.zeros(counts.size, np.float32)
+    kept = {}
+    begin = 0
     mask[chosen] = 1
     for path, site in sites.items():
       size = site.layers * site.components

@@ -60,13 +60,17 @@ class Training:
     The first step of a run counts its FLOPs in eager torch. All others are compiled.
     """
     self.model = model.train()
-    self.optimizer, self._rate = peers.adamw(model, rate(0)), rate
-    self.step, self.flops, self._file = 0, 0.0, file
+    self.optimizer = peers.adamw(model, rate(0))
+    self._rate = rate
+    self.step = 0
+    self.flops = 0.0
+    self._file = file
     if file.exists():
       kept = torch.load(file, weights_only=True)
       self.model.load_state_dict(kept['model'])
       self.optimizer.load_state_dict(kept['optimizer'])
-      self.step, self.flops = kept['step'], kept['flops']
+      self.step = kept['step']
+      self.flops = kept['flops']
       self.model.compile()
 
   def save(self) -> None:
@@ -130,10 +134,15 @@ def train(name: str, size: int, arguments: list[str]) -> None:
     allowed_imports=flags.gin_allow_import,
     modules=main.CONFIGURABLE_MODULES,
   )
-  bound, folder = record.bindings(), pathlib.Path(flags.model_dir)
-  peak, warmup = bound['Optimizer.learning_rate'], bound['Optimizer.warmup_steps']
-  steps, every, rows = bound['train.train_steps'], bound['train.log_every'], rows_of_a_step(size)
-  feed, held_out = feed_of('train'), feed_of('validation')
+  bound = record.bindings()
+  folder = pathlib.Path(flags.model_dir)
+  peak = bound['Optimizer.learning_rate']
+  warmup = bound['Optimizer.warmup_steps']
+  steps = bound['train.train_steps']
+  every = bound['train.log_every']
+  rows = rows_of_a_step(size)
+  feed = feed_of('train')
+  held_out = feed_of('validation')
   torch.manual_seed(bound['StepSettings.seed'])
   model = MODELS[name](size, feed.vocabulary_size, bound['LanguageModel.d_model'])
   configuration_files.write_configuration(folder)
@@ -143,11 +152,14 @@ def train(name: str, size: int, arguments: list[str]) -> None:
   training = Training(
     model, lambda step: peak * schedule(step, steps, warmup), folder / 'checkpoint.pt'
   )
-  lines, saved = JsonLines(folder / 'metrics.jsonl'), time.perf_counter()
+  lines = JsonLines(folder / 'metrics.jsonl')
+  saved = time.perf_counter()
   batches = itertools.islice(
     training_rows(feed.store, rows, size, bound['StepSettings.seed']), training.step, steps
   )
-  losses, seconds, timed = [], 0.0, 0
+  losses = []
+  seconds = 0.0
+  timed = 0
   for number, batch in enumerate(batches):
     began = time.perf_counter()
     losses.append(training.learn(batch))
@@ -164,7 +176,9 @@ def train(name: str, size: int, arguments: list[str]) -> None:
         'tokens_per_second_per_device': speed,
         'tflops_per_second_per_device': training.flops * timed / seconds / 1e12,
       })  # fmt: skip
-      losses, seconds, timed = [], 0.0, 0
+      losses = []
+      seconds = 0.0
+      timed = 0
     if time.perf_counter() - saved > SAVED_EVERY:
       training.save()
       saved = time.perf_counter()

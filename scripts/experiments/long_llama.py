@@ -19,7 +19,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 import transformers
 
-VOCABULARY, PIECE = 50257, 8192  # tokens of a piece of the logits
+# tokens of a piece of the logits
+VOCABULARY = 50257
+PIECE = 8192
 GIB = 2**30
 SIZES = {
   'width': 2048,
@@ -47,7 +49,8 @@ def loss_of(model: transformers.LlamaForCausalLM, tokens: torch.Tensor) -> torch
     logits = model.lm_head(features).float()
     return functional.cross_entropy(logits, targets, reduction='sum')
 
-  inputs, targets = tokens[:, :-1], tokens[0, 1:]
+  inputs = tokens[:, :-1]
+  targets = tokens[0, 1:]
   features = model.model(input_ids=inputs).last_hidden_state[0]
   pieces = zip(features.split(PIECE), targets.split(PIECE), strict=True)
   return sum(checkpoint(summed, *piece, use_reentrant=False) for piece in pieces) / len(targets)

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   flags, bindings = with_bindings(parser, arguments)
   load_gin([LAYOUT, flags.gin_file], bindings, modules=CONFIGURABLE_MODULES)
 
-  trainers, memory, state = {}, {}, None
+  trainers = {}
+  memory = {}
+  state = None
   for tokens in flags.tokens:
     chunks = tokens // flags.chunk_size
     trainers[tokens] = trainer = Trainer(

@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   longest = max(model.row for model in models)
   if flags.tokens % longest:
     sys.exit(f'--tokens={flags.tokens}: expected a multiple of {longest}, the longest row.')
-  facts, scores = [], {}
+  facts = []
+  scores = {}
   for model in models:
     steps = round(flags.budget * flops_per_token / model.step_flops)
     tried = round(flags.rate_budget * flops_per_token / model.step_flops)
@@ -186,7 +187,8 @@ def _read(flags: argparse.Namespace, folder: pathlib.Path) -> np.ndarray:
   model, (feed,) = measure.model, measure.sources.values()
   params, _ = restored_params(model, device, folder, measure.vocabulary)
   (phase,) = settings.curriculum().phases
-  size, bins = phase.chunk_size, flags.tokens.bit_length() - 1
+  size = phase.chunk_size
+  bins = flags.tokens.bit_length() - 1
   new = size if model.about.carried else size // 2  # tokens of a chunk that count
 
   @jax.jit
@@ -195,7 +197,8 @@ def _read(flags: argparse.Namespace, folder: pathlib.Path) -> np.ndarray:
     weights = batch.weights * counts[None]
     return sums_by_position(model, params, carry, batch._replace(weights=weights), start, bins)
 
-  carry, sums = model.initial_carry(rows), np.zeros((2, rows, bins))
+  carry = model.initial_carry(rows)
+  sums = np.zeros((2, rows, bins))
   spans = [(start, size) for start in range(0, flags.tokens - size + 1, new)]
   for (start, _), batch in zip(spans, prefetch(feed, spans), strict=True):
     found, after = read(carry, batch, start)

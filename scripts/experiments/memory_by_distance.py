@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument('--chunk_size', type=int, default=512, help='(default: %(default)s)')
   flags, bindings = with_bindings(parser, arguments)
-  rows, size = flags.sequences, flags.chunk_size
+  rows = flags.sequences
+  size = flags.chunk_size
   if flags.tokens % size or any(every % size for every in flags.cuts):
     parser.error(f'--tokens and --cuts have to be multiples of --chunk_size={size}.')
   bindings += [f'--gin.{owner}.batch_size={rows}' for owner in ('validation/TaskFeed', 'Evaluator')]
@@ -113,7 +114,8 @@ def sums_by_position(
 def mean_and_interval(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The mean of [sequences, bins] over sequences, and half of its 95% interval, without NaN."""
   count = np.isfinite(differences).sum(0)
-  mean, deviation = np.nanmean(differences, 0), np.nanstd(differences, 0, ddof=1)
+  mean = np.nanmean(differences, 0)
+  deviation = np.nanstd(differences, 0, ddof=1)
   return mean, deviation / np.sqrt(count) * scipy.stats.t.ppf(0.975, count - 1)
 
 

@@ -33,7 +33,9 @@ from valkyrie.training import tbptt
 from valkyrie.training.objective import PREDICTION, read
 from valkyrie.types import Array, Batch, Params
 
-PLACE, PLANTED = 1000, 3  # where the token is that occurs once
+# where the token is that occurs once
+PLACE = 1000
+PLANTED = 3
 ASKED = 64  # tokens at the end that have a weight
 
 

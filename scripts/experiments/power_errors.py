@@ -12,7 +12,8 @@ from valkyrie.models.recurrence.scan import FORMS, Complex, diagonal_scan
 from valkyrie.models.recurrence.sharded_scan import powers
 from valkyrie.models.s5 import init
 
-STATES, BLOCKS = 96, 4
+STATES = 96
+BLOCKS = 4
 HORIZONS = (2e3, 2e5, 1e7)
 LENGTHS = (512, 2048)
 

@@ -52,11 +52,14 @@ class HeadGatedAttention(LongformerAttention):
 class ConvolvedAttention(hk.Module):
   """Window attention to x plus a convolution of its last tokens (So et al. 2021, Primer)."""
 
-  causal, sequence_parallel, dropout = True, True, 0.0
+  causal = True
+  sequence_parallel = True
+  dropout = 0.0
 
   def __init__(self, taps: int = 2, name: str | None = None):
     super().__init__(name)
-    self._convolution, self._attention = CausalConvolution(taps), LongformerAttention()
+    self._convolution = CausalConvolution(taps)
+    self._attention = LongformerAttention()
     self.reach = self._attention.reach
 
   def initial_carry(self, batch_size, dtype):

@@ -59,25 +59,32 @@ class Streams:
 
   def __init__(self, distance: int, streams: Mapping[int, int]):
     """Writes the streams, without their blocks: {keys at a time: number of streams}."""
-    encode, eos = ByteVocabulary().encode, ByteVocabulary.eos_id
+    encode = ByteVocabulary().encode
+    eos = ByteVocabulary.eos_id
     self.pairs = np.repeat([*streams], [*streams.values()])
-    self._distance, self._blocks = distance, (distance - 1) // BLOCK
+    self._distance = distance
+    self._blocks = (distance - 1) // BLOCK
     self._latest: dict[int, tuple[int, np.ndarray]] = {}
     inserted = self._blocks * BLOCK
-    rows, answers = [], []
+    rows = []
+    answers = []
     for row, pairs in enumerate(self.pairs):
-      tokens, random = [], np.random.RandomState([distance, row])
+      tokens = []
+      random = np.random.RandomState([distance, row])
       for prompt, answer in recall(random, pairs, distance - inserted):
         tokens += encode(prompt)
         answers.append((row, inserted + len(tokens)))
         tokens += [*encode(answer), eos]
       rows.append(np.array(tokens, np.int16))
     self.length = inserted + max(map(len, rows))
-    self._tokens, self._answers = rows, np.array(answers)
+    self._tokens = rows
+    self._answers = np.array(answers)
 
   def _row(self, row: int, begin: int, end: int) -> np.ndarray:
     """The tokens [begin, end) of a row, or up to its end."""
-    tokens, first, inserted = self._tokens[row], 3 * self.pairs[row], self._blocks * BLOCK
+    tokens = self._tokens[row]
+    first = 3 * self.pairs[row]
+    inserted = self._blocks * BLOCK
     parts = [tokens[begin : min(end, first)]]
     blocks = range(max(0, begin - first) // BLOCK, min(self._blocks, -((first - end) // BLOCK)))
     for number in blocks:
@@ -96,7 +103,8 @@ class Streams:
   def chunk(self, begin: int, size: int) -> Batch:
     """The tokens [begin, begin + size) of all rows."""
     tokens = np.zeros((len(self.pairs), size + 1), np.int32)
-    segments, weights = np.zeros_like(tokens[:, 1:]), np.zeros(tokens[:, 1:].shape, np.float32)
+    segments = np.zeros_like(tokens[:, 1:])
+    weights = np.zeros(tokens[:, 1:].shape, np.float32)
     for row in range(len(tokens)):
       some = self._row(row, begin, begin + size + 1)
       tokens[row, : len(some)] = some

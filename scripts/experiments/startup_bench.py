@@ -46,7 +46,9 @@ def start(gin_file: str, programs: pathlib.Path) -> dict[str, float]:
       env={**os.environ, 'VALKYRIE_CACHE': str(programs)},
     )
     assert process.stderr is not None
-    found, parts, said = {}, list(PARTS), []
+    found = {}
+    parts = list(PARTS)
+    said = []
     for line in process.stderr:
       said.append(line)
       if parts and line.startswith(PARTS[parts[0]]):

@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-folder, random, seconds = pathlib.Path(sys.argv[2]), np.random.default_rng(0), 0.0
+folder = pathlib.Path(sys.argv[2])
+random = np.random.default_rng(0)
+seconds = 0.0
 words = [''.join(map(chr, random.integers(97, 123, n))) for n in random.integers(2, 12, 20_000)]
 text = ' '.join(words[n] for n in np.minimum(random.zipf(1.2, 2_000_000), 20_000) - 1)
 (folder / 'pages').mkdir(parents=True)

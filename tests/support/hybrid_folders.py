@@ -72,7 +72,7 @@ def written_back(model, params, folder):
   """A folder of the class that the model is."""
   config, scale = huggingface.export_of(LanguageModel)
   assert scale == 1
-  arrays = {name: whole(tensor) for name, tensor in named_tensors.of_params(params).items()}
+  arrays = {name: tensor.whole() for name, tensor in named_tensors.of_params(params).items()}
   size = model.about.vocabulary_size
   for table in named_tensors.TABLES:
     if table in arrays:
@@ -82,7 +82,3 @@ def written_back(model, params, folder):
   written = huggingface.written(config, tensor_writer.of_arrays(arrays))
   tensor_writer.write_folder(folder, written)
   return folder
-
-
-def whole(tensor):
-  return tensor.read((slice(None),) * len(tensor.shape))

@@ -5,7 +5,7 @@ import re
 
 import gin
 from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
-from hybrid_folders import DELTA, MODELS, loaded, model_of, whole, write, written_back
+from hybrid_folders import DELTA, MODELS, loaded, model_of, write, written_back
 import jax
 import numpy as np
 import pytest
@@ -219,9 +219,9 @@ def test_older_files_of_a_gated_deltanet_are_read(tmp_path):
   assert found.skipped == [unused]
   assert found.tensors.keys() == expected.keys()
   for name, tensor in expected.items():
-    np.testing.assert_array_equal(whole(found.tensors[name]), whole(tensor))
+    np.testing.assert_array_equal(found.tensors[name].whole(), tensor.whole())
     index = tuple(slice(1, 3) for _ in tensor.shape)
-    np.testing.assert_array_equal(found.tensors[name].read(index), whole(tensor)[index])
+    np.testing.assert_array_equal(found.tensors[name].read(index), tensor.whole()[index])
   older['model.layers.2.mlp.gate_proj.weight'] = weights['model.layers.2.mlp.gate_proj.weight'][:9]
   with pytest.raises(ConfigurationError, match='has 9 rows, but its configuration says 40'):
     open_source(str(write(tmp_path / 'old', config, older)))
@@ -284,9 +284,9 @@ def test_every_spelling_of_names_is_read(tmp_path, name, change):
   assert all(one in ('model.visual.one', 'mtp.fc.weight') for one in found.skipped)
   assert len(found.skipped) == (2 if name == 'qwen' else 0)
   for ours, tensor in expected.tensors.items():
-    np.testing.assert_array_equal(whole(found.tensors[ours]), whole(tensor), strict=True)
+    np.testing.assert_array_equal(found.tensors[ours].whole(), tensor.whole(), strict=True)
     index = tuple(slice(1, 4) for _ in tensor.shape)
-    np.testing.assert_array_equal(found.tensors[ours].read(index), whole(tensor)[index])
+    np.testing.assert_array_equal(found.tensors[ours].read(index), tensor.whole()[index])
 
 
 def test_the_text_inside_of_a_model_with_images_is_read(tmp_path):

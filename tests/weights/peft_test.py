@@ -4,7 +4,7 @@ import functools
 import json
 
 import gin
-from hybrid_folders import MODELS, model_of, whole, write
+from hybrid_folders import MODELS, model_of, write
 import jax
 import llama_reference
 import numpy as np
@@ -55,13 +55,13 @@ def adapted(tmp_path, name, pattern):
 )
 def test_an_adapter_there_adds_what_ours_adds(tmp_path, name, pattern):
   config, tensors = adapted(tmp_path, name, pattern)
-  found = {key: whole(tensor) for key, tensor in peft.adapters(config, tensors).items()}
+  found = {key: tensor.whole() for key, tensor in peft.adapters(config, tensors).items()}
   plain = {key: one for key, one in tensors.items() if not named_tensors.is_adapter(key)}
   before = huggingface.written(config, plain)
   after = huggingface.written(config, named_tensors.merged(tensors))
   changed = 0
   for key, tensor in after.items():
-    expected = whole(tensor) - whole(before[key])
+    expected = tensor.whole() - before[key].whole()
     module = 'base_model.model.' + key.removesuffix('.weight')
     if name == 'nemotron':  # transformers has another name for its decoder than folders have
       module = module.replace('backbone', 'model')
@@ -92,7 +92,7 @@ def test_logits_in_peft_are_those_of_the_merged_model(tmp_path, name, pattern):
   for folder, content in (('base', plain), ('merged', named_tensors.merged(tensors))):
     written = {}
     for key, tensor in huggingface.written(config, content).items():
-      written[key] = np.ascontiguousarray(whole(tensor))
+      written[key] = np.ascontiguousarray(tensor.whole())
     write(tmp_path / folder, config, written)
   (tmp_path / 'adapter').mkdir()
   adapters = peft.adapters(config, tensors)
