@@ -50,13 +50,13 @@ print(memory('VmHWM') - before)
 READ = """
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from valkyrie.weights import initial, named_tensors, tensor_files
+from valkyrie.weights import initial, named_tensors, tensor_folders
 def memory(field):
   return int(re.search(field + r':\\s+(\\d+) kB', open('/proc/self/status').read())[1]) // 1024
 params = {
   f'model/layers/block_{n}/~/mlp': {'out': jnp.full(%r, -1, jnp.float32)} for n in range(%r)
 }
-tensors = tensor_files.in_files(pathlib.Path(sys.argv[1])).tensors
+tensors = tensor_folders.in_files(pathlib.Path(sys.argv[1])).tensors
 open('/proc/self/clear_refs', 'w').write('5')
 before = memory('VmRSS')
 for leaf in named_tensors.leaves(params):

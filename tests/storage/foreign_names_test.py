@@ -28,7 +28,7 @@ from valkyrie.monitoring import trackers, writers
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket
 from valkyrie.storage.run_directory import opened
-from valkyrie.weights import tensor_files
+from valkyrie.weights import tensor_folders
 
 REFUSED = 'is not a path below'
 CLIMBS = ('..', '../..', '../../..', 'a/../..', './..', '..//..', 'a/../../a/..', './.', 'a/.')
@@ -252,18 +252,18 @@ def test_an_index_names_no_weights_elsewhere(place):
     index = json.dumps({'weight_map': {'w': name}})
     (place / 'model.safetensors.index.json').write_text(index)
     with pytest.raises(StorageError, match=REFUSED):
-      tensor_files.in_files(place)
+      tensor_folders.in_files(place)
   for listed in (None, 3, ['model.safetensors'], '../x'):
     (place / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': listed}))
     with pytest.raises(StorageError, match='has no weight_map'):
-      tensor_files.in_files(place)
+      tensor_folders.in_files(place)
   (place / 'a').mkdir(exist_ok=True)
   for name in ('model.safetensors', 'a/x y.safetensors', '..x'):
     if name != 'model.safetensors':  # which would be other weights beside an index
       (place / 'model.safetensors').rename(place / name)
     index = json.dumps({'weight_map': {'w': name}})
     (place / 'model.safetensors.index.json').write_text(index)
-    assert [*tensor_files.in_files(place).tensors] == ['w']
+    assert [*tensor_folders.in_files(place).tensors] == ['w']
     (place / name).rename(place / 'model.safetensors')
 
 

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from valkyrie.errors import ConfigurationError, StorageError, message_of
 from valkyrie.weights import source, tensor_files
-from valkyrie.weights.tensor_files import TensorFile, in_files
+from valkyrie.weights.tensor_files import TensorFile
+from valkyrie.weights.tensor_folders import in_files
 
 A, B = 'model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'
 INDEX = 'model.safetensors.index.json'

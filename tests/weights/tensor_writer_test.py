@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from valkyrie.weights import tensor_files, tensor_writer
+from valkyrie.weights import tensor_files, tensor_folders, tensor_writer
 from valkyrie.weights.tensor_files import Tensor
 
 ARRAYS = {
@@ -84,7 +84,7 @@ def test_a_folder_has_files_of_bounded_size_and_their_index(tmp_path, monkeypatc
   index = json.loads((tmp_path / files[3]).read_text())
   assert index['metadata'] == {'total_size': 6 * 40}
   assert asked == [0, 0, 1, 1, 2, 2]  # an array is read once
-  found = tensor_files.in_files(tmp_path).tensors
+  found = tensor_folders.in_files(tmp_path).tensors
   assert sorted(found) == sorted(index['weight_map']) == sorted(f't{number}' for number in order)
   for number in order:
     np.testing.assert_array_equal(found[f't{number}'].read((slice(None),)), np.full(10, number))

@@ -27,7 +27,8 @@ def _ranges(numbers: Sequence[int]) -> str:
   """Numbers in short: '0-3,5'."""
   runs: list[list[int]] = []
   for number in sorted(numbers):
-    if runs and number == runs[-1][-1] + 1:
+    follows = bool(runs) and number == runs[-1][-1] + 1
+    if follows:
       runs[-1].append(number)
     else:
       runs.append([number])
@@ -41,4 +42,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def lines(texts: Sequence[str]) -> str:
-  return '\n'.join(f'  {text}' for text in first_of(texts, _SHOWN))
+  indented = [f'  {text}' for text in first_of(texts, _SHOWN)]
+  return '\n'.join(indented)

@@ -65,10 +65,13 @@ class Names(NamedTuple):
     if not layer:
       return self.shared
     if not self.closed:
-      return next(iter(self.layers.values()))
-    if int(layer) >= len(self.kinds):
+      (layer_entries,) = self.layers.values()
+      return layer_entries
+    number = int(layer)
+    if number >= len(self.kinds):
       return ()
-    return self.layers[self.kinds[int(layer)]]
+    kind = self.kinds[number]
+    return self.layers[kind]
 
 
 class Renamed(NamedTuple):
@@ -80,7 +83,8 @@ class Renamed(NamedTuple):
 
 def entry(ours: str, form: Form, *theirs: str) -> Entry:
   """The entry of a tensor that is a whole one there, under the first of these names."""
-  return Entry(ours, form, [[Piece(name)] for name in theirs])
+  spellings = [[Piece(name)] for name in theirs]
+  return Entry(ours, form, spellings)
 
 
 def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
@@ -97,12 +101,15 @@ def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
       pieces = _spelling(one, layer, group)
       if pieces:
         parts = [_part(one.form, piece, group[piece.name]) for piece in pieces]
-        found[_numbered(one.ours, layer)] = forms.side_by_side(parts)
+        name = _numbered(one.ours, layer)
+        found[name] = forms.side_by_side(parts)
       for piece in pieces:
-        rows.setdefault(piece.name, []).extend(_rows(piece, group[piece.name]))
+        rows_of_piece = _rows(piece, group[piece.name])
+        rows.setdefault(piece.name, []).extend(rows_of_piece)
     for name, ranges in rows.items():
-      _check_rows(_numbered(name, layer), group[name], ranges)
-      used.add(_numbered(name, layer))
+      numbered_name = _numbered(name, layer)
+      _check_rows(numbered_name, group[name], ranges)
+      used.add(numbered_name)
   left = {name: tensor for name, tensor in tensors.items() if name not in used}
   skipped = [name for name in left if _matches(name, names.skipped)]
   others = {name: left[name] for name in left if name not in skipped}
@@ -142,11 +149,14 @@ def written(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         width = _width(piece, tensor)
         theirs = _numbered(piece.name, layer)
         form_of[theirs] = one.form
-        part = forms.columns(tensor, [(begin, begin + width)])
-        parts.setdefault(theirs, []).append((piece.rows or [(0, width)], part))
-        begin += width
+        end = begin + width
+        part = forms.columns(tensor, [(begin, end)])
+        rows = piece.rows or [(0, width)]
+        parts.setdefault(theirs, []).append((rows, part))
+        begin = end
   for name, pieces in parts.items():
-    result[name] = form_of[name].write(_joined(pieces))
+    joined = _joined(pieces)
+    result[name] = form_of[name].write(joined)
   return result
 
 
@@ -155,10 +165,13 @@ def joint(names: Names, tensors: Mapping[str, Any]) -> dict[str, dict[str, Form]
   result: dict[str, dict[str, Form]] = {}
   for layer, group in _by_layer(tensors).items():
     for one in names.entries(layer):
-      if one.ours in group:
-        for piece in one.spellings[0]:
-          theirs = _numbered(piece.name, layer)
-          result.setdefault(theirs, {})[_numbered(one.ours, layer)] = one.form
+      if one.ours not in group:
+        continue
+      ours = _numbered(one.ours, layer)
+      for piece in one.spellings[0]:
+        theirs = _numbered(piece.name, layer)
+        form_of = result.setdefault(theirs, {})
+        form_of[ours] = one.form
   return result
 
 
@@ -166,9 +179,13 @@ def _by_layer(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """{number of a layer, or '': {name with # in its place: tensor}}."""
   groups: dict[str, dict[str, Any]] = {}
   for name, tensor in tensors.items():
-    layer = _LAYER.search(name)
-    number = layer[0] if layer else ''
-    groups.setdefault(number, {})[_LAYER.sub('#', name)] = tensor
+    match = _LAYER.search(name)
+    number = ''
+    if match is not None:
+      number = match[0]
+    group = groups.setdefault(number, {})
+    general_name = _LAYER.sub('#', name)
+    group[general_name] = tensor
   return groups
 
 
@@ -187,10 +204,12 @@ def _spelling(one: Entry, layer: str, group: Mapping[str, Tensor]) -> Sequence[P
   """
   for number, pieces in enumerate(one.spellings):
     present = [piece for piece in pieces if piece.name in group]
-    if len(present) == len(pieces) and (number == 0 or _fit(pieces, group)):
+    is_whole = len(present) == len(pieces)
+    if is_whole and (number == 0 or _fit(pieces, group)):
       return pieces
-    if present and len(present) < len(pieces):
-      missing = [_numbered(piece.name, layer) for piece in pieces if piece not in present]
+    if present and not is_whole:
+      absent = [piece for piece in pieces if piece not in present]
+      missing = [_numbered(piece.name, layer) for piece in absent]
       raise ConfigurationError(
         f'The source has {_numbered(present[0].name, layer)}, but lacks {", ".join(missing)}. '
         'Fetch the whole folder again.'
@@ -201,8 +220,9 @@ def _spelling(one: Entry, layer: str, group: Mapping[str, Tensor]) -> Sequence[P
 def _fit(pieces: Sequence[Piece], group: Mapping[str, Tensor]) -> bool:
   """Whether the tensors have the rows of the pieces."""
   for piece in pieces:
-    last = max(stop for _, stop in _rows(piece, group[piece.name]))
-    if last > _count(group[piece.name]):
+    tensor = group[piece.name]
+    last = max(stop for _, stop in _rows(piece, tensor))
+    if last > _count(tensor):
       return False
   return True
 
@@ -223,7 +243,9 @@ def _rows(piece: Piece, theirs: Tensor) -> Ranges:
 
 
 def _count(theirs: Tensor) -> int:
-  return theirs.shape[0] if theirs.shape else 1
+  if not theirs.shape:
+    return 1
+  return theirs.shape[0]
 
 
 def _check_rows(name: str, tensor: Tensor, ranges: Ranges) -> None:
@@ -245,10 +267,13 @@ def _check_rows(name: str, tensor: Tensor, ranges: Ranges) -> None:
 def _width(piece: Piece, tensor: Tensor) -> int:
   """The columns of our tensor that are a piece."""
   if piece.rows is not None:
-    return sum(stop - start for start, stop in piece.rows)
+    counts = [stop - start for start, stop in piece.rows]
+    return sum(counts)
   if piece.width is not None:
     return piece.width
-  return tensor.shape[-1] if tensor.shape else 1
+  if not tensor.shape:
+    return 1
+  return tensor.shape[-1]
 
 
 def _joined(pieces: Sequence[tuple[Ranges, Tensor]]) -> Tensor:
@@ -259,7 +284,9 @@ def _joined(pieces: Sequence[tuple[Ranges, Tensor]]) -> Tensor:
   place = 0
   for rows, _ in pieces:
     for start, stop in rows:
-      found.append((start, (place, place + stop - start)))
-      place += stop - start
+      end = place + stop - start
+      found.append((start, (place, end)))
+      place = end
   in_their_order = [columns for _, columns in sorted(found)]
-  return forms.columns(forms.side_by_side([part for _, part in pieces]), in_their_order)
+  parts = [part for _, part in pieces]
+  return forms.columns(forms.side_by_side(parts), in_their_order)

@@ -60,10 +60,14 @@ def check_base(
       f'{base.folder}/config.json differs from the model, so adapters of that folder would be '
       f'another model:\n{listing.lines(lines)}\n{_ADVICE}'
     )
-  own = {name: tensor for name, tensor in tensors.items() if not named_tensors.is_adapter(name)}
+  own: dict[str, Tensor] = {}
+  for name, tensor in tensors.items():
+    if not named_tensors.is_adapter(name):
+      own[name] = tensor
   different = sorted(base.tensors.keys() - own.keys())
   for name, tensor in own.items():
-    if name not in base.tensors or not _is_equal(name, tensor, base.tensors[name]):
+    is_same = name in base.tensors and _is_equal(name, tensor, base.tensors[name])
+    if not is_same:
       different.append(name)
   if different:
     raise ConfigurationError(
@@ -101,12 +105,18 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
   placed: set[str] = set()
   for theirs, group in name_table.joint(names, tensors).items():
     parts = [name for name in group if name in adapted and group[name] is MATRIX]
-    if not parts or (refused and theirs.endswith(refused)):
+    is_refused = refused and theirs.endswith(refused)
+    if not parts or is_refused:
       continue
     placed.update(parts)
-    ups = {name: np.zeros((0, tensors[name].shape[1]), np.float32) for name in group}
-    ups |= {name: halves[name + B] for name in parts}
-    written = name_table.written(names, of_arrays(_in_blocks(ups)))
+    ups: dict[str, np.ndarray] = {}
+    for name in group:
+      outputs = tensors[name].shape[1]
+      ups[name] = np.zeros((0, outputs), np.float32)
+    for name in parts:
+      ups[name] = halves[name + B]
+    blocks = of_arrays(_in_blocks(ups))
+    written = name_table.written(names, blocks)
     down = np.concatenate([halves[name + A] for name in parts], axis=1)
     module = 'base_model.model.' + _module(config, theirs)
     found[f'{module}.lora_A.weight'] = np.ascontiguousarray(down.T)
@@ -129,12 +139,14 @@ def _module(config: Mapping[str, Any], tensor: str) -> str:
 
 def _in_blocks(matrices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Matrices [rank, outputs], with zeros in the rows of the ranks of the others."""
-  total = sum(len(matrix) for matrix in matrices.values())
+  ranks = [len(matrix) for matrix in matrices.values()]
+  total = sum(ranks)
   begin = 0
   blocks = {}
   for name, matrix in matrices.items():
     rank = len(matrix)
-    blocks[name] = np.pad(matrix, ((begin, total - begin - rank), (0, 0)))
+    end = total - begin - rank
+    blocks[name] = np.pad(matrix, ((begin, end), (0, 0)))
     begin += rank
   return blocks
 
@@ -143,7 +155,8 @@ def configuration(tensors: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
   """The content of `adapter_config.json` for adapters by PEFT's names, over a folder."""
   ranks = {}
   for name, tensor in tensors.items():
-    module, _, half = name.removeprefix('base_model.model.').rpartition('.lora_')
+    name_of_half = name.removeprefix('base_model.model.')
+    module, _, half = name_of_half.rpartition('.lora_')
     if half == 'A.weight':
       ranks[module] = tensor.shape[0]
   rank = min(ranks.values())

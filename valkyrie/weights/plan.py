@@ -46,29 +46,36 @@ class Plan(NamedTuple):
     result = dict(self.shared)
     for kind, layer in self.kinds.items():
       for name, value in layer.bindings.items():
-        result[self.scope(kind) + name] = value
+        scoped_name = self.scope(kind) + name
+        result[scoped_name] = value
     return result
 
   @property
   def gin_text(self) -> str:
     """A gin file of the model, to be included in a run."""
     blocks = [f'@{self.scope(kind)}Block' for kind in period(self.layers)]
-    lines = ["include 'gin/models/defaults.gin'", '', f'LanguageModel.pattern = {_tuple(blocks)}']
+    pattern = _tuple(blocks)
+    lines = ["include 'gin/models/defaults.gin'", '', f'LanguageModel.pattern = {pattern}']
     for kind, layer in self.kinds.items():
       lines.append(f'{self.scope(kind)}Block.mixers = {layer.references}')
     for name, value in self.bindings.items():
-      note = f'  {_LOWERED}' if name.endswith('.max_context') else ''
-      lines.append(f'{name} = {value!r}{note}')
+      line = f'{name} = {value!r}'
+      if name.endswith('.max_context'):
+        line += f'  {_LOWERED}'
+      lines.append(line)
     return '\n'.join(lines) + '\n'
 
   def scope(self, kind: str) -> str:
     """What precedes the bindings of a kind of layers."""
-    return f'{kind}/' if len(self.kinds) > 1 else ''
+    if len(self.kinds) > 1:
+      return f'{kind}/'
+    return ''
 
 
 def references(classes: Sequence[str]) -> Reference:
   """A tuple of classes in gin."""
-  return Reference(_tuple([f'@{name}' for name in classes]))
+  names = [f'@{name}' for name in classes]
+  return Reference(_tuple(names))
 
 
 def _tuple(texts: Sequence[str]) -> str:
@@ -80,9 +87,12 @@ def _tuple(texts: Sequence[str]) -> str:
 
 def period(layers: Sequence[str]) -> Sequence[str]:
   """The shortest beginning of a list whose repetition is the list."""
-  length = next(n for n in range(1, len(layers) + 1) if _repeats(layers, n))
-  return layers[:length]
+  for length in range(1, len(layers)):
+    if _repeats(layers, length):
+      return layers[:length]
+  return layers
 
 
 def _repeats(layers: Sequence[str], length: int) -> bool:
-  return len(layers) % length == 0 and layers[length:] == layers[:-length]
+  is_multiple = len(layers) % length == 0
+  return is_multiple and layers[length:] == layers[:-length]

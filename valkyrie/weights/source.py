@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.errors import ConfigurationError, with_home
-from valkyrie.weights import huggingface, named_tensors, tensor_files
+from valkyrie.weights import huggingface, named_tensors, tensor_files, tensor_folders
 from valkyrie.weights.named_tensors import FORMAT
 from valkyrie.weights.tensor_files import Tensor
 
@@ -76,16 +76,16 @@ def open_source(path: str, step: str = LATEST, *, lazily: bool = False) -> Sourc
     )
   file = place / 'config.json'
   if not os.path.lexists(file):
-    tensors, unread = tensor_files.in_files(place)
+    tensors, unread = tensor_folders.in_files(place)
     return Source(tensors, unread=unread)
   _check_no_adapter(place)
   config = tensor_files.read_json(file)
   if config.get('format') == FORMAT:
-    tensors, unread = tensor_files.in_files(place)
+    tensors, unread = tensor_folders.in_files(place)
     bindings = _bindings(file, 'model')
     return Source(tensors, [str(config.get('vocabulary'))], bindings=bindings, unread=unread)
   config = huggingface.configuration(place)
-  tensors, unread = tensor_files.in_files(place)
+  tensors, unread = tensor_folders.in_files(place)
   vocabularies = huggingface.vocabularies(place)
   ours = huggingface.renamed(config, tensors)
   return Source(ours.tensors, vocabularies, config, unread=unread, skipped=ours.skipped)

@@ -33,14 +33,17 @@ def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor], stem: str 
   file_of: dict[str, str] = {}
   for number, names in enumerate(files, start=1):
     file = f'{stem}-{number:05}-of-{len(files):05}{SUFFIX}'
-    write_file(folder / file, {name: tensors[name] for name in names}, metadata)
+    tensors_of_file = {name: tensors[name] for name in names}
+    write_file(folder / file, tensors_of_file, metadata)
     file_of |= dict.fromkeys(names, file)
+  sizes = [_size(tensor) for tensor in tensors.values()]
   index = {
-    'metadata': {'total_size': sum(map(_size, tensors.values()))},
+    'metadata': {'total_size': sum(sizes)},
     'weight_map': {name: file_of[name] for name in sorted(file_of)},
   }
-  text = json.dumps(index, indent=2) + '\n'
-  (folder / f'{stem}{INDEX_SUFFIX}').write_text(text)
+  text = json.dumps(index, indent=2)
+  index_file = folder / f'{stem}{INDEX_SUFFIX}'
+  index_file.write_text(f'{text}\n')
 
 
 def write_file(
@@ -62,7 +65,8 @@ def of_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
   """Arrays as tensors."""
   tensors = {}
   for name, array in arrays.items():
-    tensors[name] = Tensor(array.shape, array.__getitem__, name_of_dtype(array.dtype))
+    dtype = name_of_dtype(array.dtype)
+    tensors[name] = Tensor(array.shape, array.__getitem__, dtype)
   return tensors
 
 
@@ -99,7 +103,11 @@ def _header(
   fields: dict[str, object] = {'__metadata__': dict(metadata)}
   places: dict[str, int] = {}
   place = 0
-  for name in sorted(tensors, key=lambda name: -numpy_dtype(tensors[name].dtype).itemsize):
+
+  def bytes_of_value(name: str) -> int:
+    return numpy_dtype(tensors[name].dtype).itemsize
+
+  for name in sorted(tensors, key=bytes_of_value, reverse=True):
     tensor = tensors[name]
     places[name] = place
     end = place + _size(tensor)
@@ -107,34 +115,42 @@ def _header(
     fields[name] = {'dtype': tensor.dtype, 'shape': shape, 'data_offsets': [place, end]}
     place = end
   text = json.dumps(fields).encode()
-  text += b' ' * (-len(text) % 8)
-  return len(text).to_bytes(8, 'little') + text, places
+  padding = -len(text) % 8
+  text += b' ' * padding
+  length = len(text).to_bytes(8, 'little')
+  return length + text, places
 
 
 def _size(tensor: Tensor) -> int:
-  return math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
+  value_bytes = numpy_dtype(tensor.dtype).itemsize
+  return math.prod(tensor.shape) * value_bytes
 
 
 def _blocks(tensor: Tensor) -> Iterator[bytes]:
   """The bytes of a tensor."""
   dtype = numpy_dtype(tensor.dtype)
   if not tensor.shape:
-    yield np.asarray(tensor.read(())).astype(dtype).tobytes()
+    value = np.asarray(tensor.read(()))
+    yield value.astype(dtype).tobytes()
     return
   rows, *inner = tensor.shape
   row_bytes = dtype.itemsize * math.prod(inner)
-  at_once = max(1, _BLOCK_BYTES // max(1, row_bytes))
+  at_once = _BLOCK_BYTES // max(1, row_bytes)
+  at_once = max(1, at_once)
   others: Sequence[slice] = [slice(None)] * len(inner)
   for row in range(0, rows, at_once):
-    part = tensor.read((slice(row, min(rows, row + at_once)), *others))
-    yield np.asarray(part).astype(dtype, copy=False).tobytes()
+    end = min(rows, row + at_once)
+    part = np.asarray(tensor.read((slice(row, end), *others)))
+    yield part.astype(dtype, copy=False).tobytes()
 
 
 def _put(file: BinaryIO, content: bytes, place: int) -> None:
   """Writes bytes at a place, and reads them back."""
   left = memoryview(content)
   while left:
-    count = os.pwrite(file.fileno(), left, place + len(content) - len(left))
+    place_of_rest = place + len(content) - len(left)
+    count = os.pwrite(file.fileno(), left, place_of_rest)
     left = left[count:]
-  if os.pread(file.fileno(), len(content), place) != content:
+  written = os.pread(file.fileno(), len(content), place)
+  if written != content:
     raise OSError(errno.EIO, 'what was written cannot be read back', file.name)
