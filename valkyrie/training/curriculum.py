@@ -92,7 +92,8 @@ class Curriculum:
       )
     check_count('The sum of Phase.steps', sum(lengths))
     self._starts = [0, *itertools.accumulate(lengths)]
-    read = [n * phase.tokens_per_row for n, phase in zip(lengths, self.phases, strict=False)]
+    phases_with_steps = zip(lengths, self.phases, strict=False)
+    read = [steps * phase.tokens_per_row for steps, phase in phases_with_steps]
     self.begins = [0, *itertools.accumulate(read)]
 
   def index(self, step: int) -> int:
@@ -116,14 +117,16 @@ class Curriculum:
   def forms_from(self, step: int) -> list[Phase]:
     """What `phase` returns from a step on: without the phases that are over."""
     phases = self.phases[self.index(step) :]
-    return [*phases, *(phase.long for phase in phases if phase.long_every)]
+    long_forms = [phase.long for phase in phases if phase.long_every]
+    return [*phases, *long_forms]
 
   def counts(self, steps: int) -> list[int]:
     """How many of the first steps have each of the `forms`."""
     ends = [*self._starts[1:], steps]
-    lengths = [
-      max(0, min(end, steps) - begin) for begin, end in zip(self._starts, ends, strict=True)
-    ]
+    lengths = []
+    for begin, end in zip(self._starts, ends, strict=True):
+      length = min(end, steps) - begin
+      lengths.append(max(0, length))
     short = []
     long = []
     for length, phase in zip(lengths, self.phases, strict=True):
@@ -137,15 +140,21 @@ class Curriculum:
   def position(self, step: int) -> int:
     """Tokens of a row that the steps before `step` read: the feed's position."""
     index = self.index(step)
-    return self.begins[index] + (step - self._starts[index]) * self.phases[index].tokens_per_row
+    steps_of_phase = step - self._starts[index]
+    tokens = steps_of_phase * self.phases[index].tokens_per_row
+    return self.begins[index] + tokens
 
   def steps_before(self, position: int) -> int:
     """The number of steps that begin before a position of the rows, 1 or more."""
     index = bisect.bisect_left(self.begins, position) - 1
     size = self.phases[index].tokens_per_row
-    return self._starts[index] - (self.begins[index] - position) // size
+    tokens_of_phase = position - self.begins[index]
+    steps_of_phase = -(-tokens_of_phase // size)
+    return self._starts[index] + steps_of_phase
 
   def learning_rate_scale(self, step: Array) -> Array:
     """The phase's factor on the learning rate, for a traced step."""
     scales = jnp.asarray([phase.learning_rate_scale for phase in self.phases], jnp.float32)
-    return scales[jnp.searchsorted(jnp.asarray(self._starts), step, side='right') - 1]
+    starts = jnp.asarray(self._starts)
+    begun = jnp.searchsorted(starts, step, side='right')
+    return scales[begun - 1]

@@ -61,21 +61,27 @@ def shard_map_step(
   """
   partitioner = current_partitioner()
   if partitioner is None or not partitioner.manual or partitioner.mesh.size == 1:
-    total = _at_least_one(jnp.sum(batch.weights))
+    weight = jnp.sum(batch.weights)
+    total = _at_least_one(weight)
     return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
   everywhere = partitioner.mesh.axis_names
   rows = partitioner.axes_of('batch')
   time = partitioner.axes_of('time')
 
   def specs(tree, axes):
-    return jax.tree.map(lambda leaf: leaf.spec, partitioner.shardings(tree, axes))
+    shardings = partitioner.shardings(tree, axes)
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-  shards = specs(params, model.parameter_axes(partitioner.parameter_axes))
+  parameter_axes = model.parameter_axes(partitioner.parameter_axes)
+  shards = specs(params, parameter_axes)
   kept = _kept_split(model, partitioner, params)
   held = jax.tree.map(lambda keep, shard: shard if keep else PartitionSpec(), kept, shards)
 
   def of(tree):
-    return learned_and_frozen(tree, learns)[0] if learns is not None else ()
+    if learns is None:
+      return ()
+    learned, _ = learned_and_frozen(tree, learns)
+    return learned
 
   learned = of(shards)
 
@@ -84,7 +90,8 @@ def shard_map_step(
       rng = jax.random.fold_in(rng, lax.axis_index(rows))
     with ambient.within(time=time, weights=partitioner.weight_axes()):
       batch, size = _local_pieces(batch, chunk_size)
-      total = _at_least_one(lax.psum(jnp.sum(batch.weights), everywhere))
+      weight = jnp.sum(batch.weights)
+      total = _at_least_one(lax.psum(weight, everywhere))
       gradient, carry, sums = compute(params, carry, batch, total, rng, chunk_size=size)
       carry = sequence_parallel.broadcast_carry(carry)
     if learns is not None:
@@ -94,11 +101,12 @@ def shard_map_step(
 
   carries = specs(carry, model.carry_axes(carry))
   batches = partitioner.batch_sharding().spec
-  return partitioner.shard_map(
+  step_of_devices = partitioner.shard_map(
     of_device,
     in_specs=(held, carries, batches, PartitionSpec()),
     out_specs=(learned, carries, PartitionSpec()),
-  )(gather_params(model, params), carry, batch, rng)
+  )
+  return step_of_devices(gather_params(model, params), carry, batch, rng)
 
 
 def in_micro_batches(
@@ -129,16 +137,19 @@ def in_micro_batches(
   """
   if count == 1:
     return compute(params, carry, batch, total, rng, chunk_size=chunk_size)
-  batch_axes = jax.tree.map(
-    lambda axes: axes.index('batch'),
-    model.carry_axes(carry),
-    is_leaf=lambda axes: isinstance(axes, tuple) and 'batch' in axes,
-  )
+
+  def is_axes(leaf):
+    return isinstance(leaf, tuple) and 'batch' in leaf
+
+  carry_axes = model.carry_axes(carry)
+  batch_axes = jax.tree.map(lambda axes: axes.index('batch'), carry_axes, is_leaf=is_axes)
 
   def split(x, axis):
     # [..., B, ...] -> [count, ..., B / count, ...]. Group m has the rows m, m + count, ...: with
     # rows over devices, each device keeps its own.
-    parts = x.reshape(*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
+    before = x.shape[:axis]
+    after = x.shape[axis + 1 :]
+    parts = x.reshape(*before, x.shape[axis] // count, count, *after)
     return jnp.moveaxis(parts, axis + 1, 0)
 
   def join(parts, axis):
@@ -147,7 +158,9 @@ def in_micro_batches(
 
   def add_group(gradient, group):
     number, carry, batch = group
-    key = None if rng is None else jax.random.fold_in(rng, number)
+    key = None
+    if rng is not None:
+      key = jax.random.fold_in(rng, number)
     more, carry, sums = compute(params, carry, batch, total, key, chunk_size=chunk_size)
     return jax.tree.map(jnp.add, gradient, more), (carry, sums)
 
@@ -157,9 +170,11 @@ def in_micro_batches(
     jax.tree.map(lambda leaf: split(leaf, 0), batch),
   )
   learning, _ = learned_and_frozen(params, learns)
-  gradient, (carries, sums) = lax.scan(add_group, zero_gradients(learning), groups)
+  nothing = zero_gradients(learning)
+  gradient, (carries, sums) = lax.scan(add_group, nothing, groups)
   carry = jax.tree.map(join, carries, batch_axes)
-  return gradient, carry, jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
+  total_sums = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
+  return gradient, carry, total_sums
 
 
 def gather_params(model: Model, params: Params) -> Params:
@@ -171,7 +186,9 @@ def gather_params(model: Model, params: Params) -> Params:
   whole = partitioner.sharding(())
 
   def gather(keep, leaf, cast):
-    return leaf if keep else jax.lax.with_sharding_constraint(cast, whole)
+    if keep:
+      return leaf
+    return jax.lax.with_sharding_constraint(cast, whole)
 
   return jax.tree.map(gather, kept, params, model.cast(params))
 
@@ -183,7 +200,8 @@ def _kept_split(model: Model, partitioner: Partitioner, params: Params) -> Any:
 
   def kept(module, name, _):
     own = axes[module][name]
-    of_layer = declared[module][name].axes is not None and 'layers' in own
+    declared_axes = declared[module][name].axes
+    of_layer = declared_axes is not None and 'layers' in own
     is_split = any(partitioner.axes_of(axis) for axis in own if axis)
     return partitioner.gather_layers and of_layer and is_split
 
@@ -198,7 +216,8 @@ def _local_pieces(batch: Batch, chunk_size: int) -> tuple[Batch, int]:
 
   def pieces(x):
     cut = x.reshape(x.shape[0], -1, sequence_parallel.size(), size)
-    own = lax.dynamic_index_in_dim(cut, sequence_parallel.index(), axis=2, keepdims=False)
+    index = sequence_parallel.index()
+    own = lax.dynamic_index_in_dim(cut, index, axis=2, keepdims=False)
     return own.reshape(x.shape[0], -1)
 
   return jax.tree.map(pieces, batch), size
@@ -214,8 +233,12 @@ def _reduce_scatter(
 ) -> Array:
   """The sum over all devices; each keeps its shard of the parameter."""
   for dimension, axes in enumerate(shard):
-    if axes is not None:
-      if not scattered:
-        gradient = messages.reduce_scatter(gradient, as_tuple(axes), dimension)
-      over = [axis for axis in over if axis not in as_tuple(axes)]
-  return lax.psum(gradient, tuple(over)) if over else gradient
+    if axes is None:
+      continue
+    shard_axes = as_tuple(axes)
+    if not scattered:
+      gradient = messages.reduce_scatter(gradient, shard_axes, dimension)
+    over = [axis for axis in over if axis not in shard_axes]
+  if not over:
+    return gradient
+  return lax.psum(gradient, tuple(over))

@@ -45,9 +45,12 @@ def gin_file(parameters: float, vocabulary_size: int) -> str:
 
   width = min(_WIDTHS, key=distance)
   power = 2 ** int(math.log2(width))
-  head_width = 128 if width >= 512 else 64
+  head_width = 64
+  if width >= 512:
+    head_width = 128
   unit = max(head_width, power // 8)
-  inner = math.ceil(4 * width / 3 / unit) * unit
+  usual_inner = 4 * width / 3
+  inner = math.ceil(usual_inner / unit) * unit
   states = width // 2
   window = min(1024, power)
   vocabulary = vocabulary_size * width + width
@@ -75,26 +78,42 @@ def gin_file(parameters: float, vocabulary_size: int) -> str:
   large = parameters >= 1e8
   mlps = 9 * width * mlp
   total = vocabulary + triples * (mixers + mlps)
-  rate = f'{_RATE_TIMES_WIDTH / width:.1e}'.replace('e-0', 'e-')
+  rate = _RATE_TIMES_WIDTH / width
+  rate_text = f'{rate:.1e}'.replace('e-0', 'e-')
+  heads = width // head_width
+  layers = 3 * triples
+  unroll = triples
+  dtype = 'float32'
+  remat_policy = None
+  horizon = 2000
+  discretization = 'zoh'
+  output_init = 'trunc_standard_normal'
+  if large:
+    unroll = 1
+    dtype = 'bfloat16'
+    remat_policy = 'nothing'
+    horizon = 655360
+    discretization = 'normalized'
+    output_init = 'lecun_normal'
   return f"""\
-# {total:,} parameters: {3 * triples} layers of width {width}. This command prints the file:
+# {total:,} parameters: {layers} layers of width {width}. This command prints the file:
 #
 #   python -m valkyrie.training.sizes {asked} --vocabulary_size={vocabulary_size}
 #
 # Short runs learn best at a rate of {_RATE_TIMES_WIDTH} / width (docs/learning.md):
-# --gin.learning_rate={rate}
+# --gin.learning_rate={rate_text}
 
 include 'gin/models/hybrid.gin'
 
 LanguageModel.vocabulary_size = {vocabulary_size}
 LanguageModel.d_model = {width}
-LanguageModel.layers = {3 * triples}
-LanguageModel.unroll = {1 if large else triples}
-LanguageModel.compute_dtype = '{'bfloat16' if large else 'float32'}'
-LanguageModel.remat_policy = {"'nothing'" if large else None}
+LanguageModel.layers = {layers}
+LanguageModel.unroll = {unroll}
+LanguageModel.compute_dtype = {dtype!r}
+LanguageModel.remat_policy = {remat_policy!r}
 Block.mlp_width = {mlp}
-LongformerAttention.heads = {width // head_width}
-LongformerAttention.kv_heads = {width // head_width}
+LongformerAttention.heads = {heads}
+LongformerAttention.kv_heads = {heads}
 LongformerAttention.head_width = {head_width}
 LongformerAttention.window = {window}
 LongformerAttention.registers = {_REGISTERS}
@@ -103,9 +122,9 @@ LongformerAttention.slice_size = {window // 2}
 GatedRecurrence.width = {inner}
 S5.state_size = {states}
 S5.hippo_blocks = {states // 32}
-S5.horizon = {655360 if large else 2000}
-S5.discretization = '{'normalized' if large else 'zoh'}'
-S5.output_init = '{'lecun_normal' if large else 'trunc_standard_normal'}'
+S5.horizon = {horizon}
+S5.discretization = {discretization!r}
+S5.output_init = {output_init!r}
 """
 
 
@@ -120,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     '--vocabulary_size', type=int, default=50257, help="default: %(default)s, GPT-2's"
   )
   flags = parser.parse_args(arguments)
-  if not 2e6 <= flags.parameters <= 1e12 or flags.vocabulary_size < 2:
+  is_of_size = 2e6 <= flags.parameters <= 1e12
+  if not is_of_size or flags.vocabulary_size < 2:
     parser.error('expected from 2e6 to 1e12 parameters, and at least 2 tokens')
   return console.printed(lambda: gin_file(flags.parameters, flags.vocabulary_size))
 

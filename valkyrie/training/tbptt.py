@@ -30,7 +30,12 @@ Learns = Callable[[str, str], bool]  # whether a parameter learns, by its module
 
 def split_chunks(batch: Batch, chunk_size: int) -> Batch:
   """[B, N·C] -> [N, B, C]."""
-  return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size), 1, 0), batch)
+
+  def split(leaf):
+    in_chunks = leaf.reshape(leaf.shape[0], -1, chunk_size)
+    return jnp.moveaxis(in_chunks, 1, 0)
+
+  return jax.tree.map(split, batch)
 
 
 def gradients(
@@ -72,7 +77,7 @@ def gradients(
   if rng is not None:
     numbers = jnp.arange(chunks.inputs.shape[0])
     rngs = jax.vmap(lambda number: jax.random.fold_in(rng, number))(numbers)
-  groups = jax.tree.map(lambda x: x.reshape(-1, backprop_chunks, *x.shape[1:]), (chunks, rngs))
+  groups = _grouped((chunks, rngs), backprop_chunks)
 
   recomputes = remat_chunks and backprop_chunks > 1
   add_gradient = _add_saved
@@ -87,10 +92,11 @@ def gradients(
   def read_chunk(learning, carry, now):
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
     chunk, rng = now
+    all_params = hk.data_structures.merge(constant, learning)
     return read(
       terms,
       model,
-      hk.data_structures.merge(constant, learning),
+      all_params,
       carry,
       chunk,
       rng,
@@ -104,8 +110,14 @@ def gradients(
     gradient, carry, sums = add_gradient(read_chunk, learning, carry, chunks, gradient)
     return (carry, gradient), sums
 
-  (carry, gradient), sums = _scan(accumulate, (carry, zero_gradients(learning)), groups)
+  nothing = zero_gradients(learning)
+  (carry, gradient), sums = _scan(accumulate, (carry, nothing), groups)
   return gradient, carry, _total(sums)
+
+
+def _grouped(tree: Any, length: int) -> Any:
+  """[N, ...] -> [N / length, length, ...]."""
+  return jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), tree)
 
 
 def _scan(step: Callable, carry: Any, steps: Any, **options: Any) -> tuple[Any, Any]:
@@ -128,7 +140,11 @@ def _total(sums: Sums) -> Sums:
 
 def learned_and_frozen(params: Params, learns: Learns) -> tuple[Params, Params]:
   """The parameters that learn, and the others."""
-  return hk.data_structures.partition(lambda module, name, _: learns(module, name), params)
+
+  def is_learned(module, name, _):
+    return learns(module, name)
+
+  return hk.data_structures.partition(is_learned, params)
 
 
 def zero_gradients(params: Params) -> Params:
@@ -142,7 +158,10 @@ def zero_gradients(params: Params) -> Params:
 
 
 def _add(sums: Params, more: Params) -> Params:
-  return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, more)
+  def add(total, part):
+    return total + part.astype(total.dtype)
+
+  return jax.tree.map(add, sums, more)
 
 
 def _add_saved(
@@ -161,7 +180,8 @@ def _add_saved(
     return jnp.sum(losses), (_narrow(after, carry), _total(sums))
 
   wide = rounding.wide(params)
-  (_, (carry, sums)), more = jax.value_and_grad(group_loss, has_aux=True)(wide, carry)
+  gradient_of = jax.value_and_grad(group_loss, has_aux=True)
+  (_, (carry, sums)), more = gradient_of(wide, carry)
   return _add(gradient, more), carry, sums
 
 
@@ -176,7 +196,7 @@ def _add_recomputed(
   """
   # The loops are written out: the derivative of nested loops would accumulate the parameters'
   # gradient once in each loop.
-  segments = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), chunks)
+  segments = _grouped(chunks, length)
 
   def forwards(carry, chunk):
     _, (after, sums) = read(params, carry, chunk)

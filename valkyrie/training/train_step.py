@@ -68,7 +68,9 @@ class StepParts(NamedTuple):
 
   def key(self, use: int, step: Array) -> Array:
     """The key of a step for one use: a resumed run draws the same numbers."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), use), step)
+    key_of_run = jax.random.key(self.seed)
+    key_of_use = jax.random.fold_in(key_of_run, use)
+    return jax.random.fold_in(key_of_use, step)
 
 
 class Reading(NamedTuple):
@@ -114,7 +116,8 @@ def make_train_step(
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics); see `StepParts`."""
   if not phase.insert:
     model = model.without_insert()
-  return functools.partial(train_step, StepParts(model, optimizer, curriculum, phase, **settings))
+  parts = StepParts(model, optimizer, curriculum, phase, **settings)
+  return functools.partial(train_step, parts)
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -182,13 +185,16 @@ def _read_once(
     learns=learns,
   )
   of_device = functools.partial(in_micro_batches, of_rows, model, parts.micro_batches, learns)
+  rng = None
+  if model.about.has_dropout:
+    rng = parts.key(_DROPOUT, state.step)
   return shard_map_step(
     of_device,
     model,
     {**state.params, **arrays},
     state.carry,
     batch,
-    parts.key(_DROPOUT, state.step) if model.about.has_dropout else None,
+    rng,
     chunk_size=parts.phase.chunk_size,
     learns=learns,
   )
@@ -196,7 +202,8 @@ def _read_once(
 
 def refuse(parts: StepParts, state: TrainState, reading: Reading) -> Verdict:
   """Decides whether the step counts."""
-  healthy = jnp.isfinite(reading.sums.followed) & jnp.isfinite(reading.norm)
+  has_finite_loss = jnp.isfinite(reading.sums.followed)
+  healthy = has_finite_loss & jnp.isfinite(reading.norm)
   for leaf in jax.tree.leaves(reading.carry):
     healthy &= jnp.all(jnp.isfinite(leaf))
   if parts.spikes is None or state.recent is None:
@@ -210,7 +217,8 @@ def refuse(parts: StepParts, state: TrainState, reading: Reading) -> Verdict:
 def update_parameters(parts: StepParts, state: TrainState, gradient: Params) -> Update:
   """The parameters after one step of the optimizer, in the dtypes in which they are stored."""
   schedule = parts.optimizer.learning_rate(state.step)
-  learning_rate = schedule * parts.curriculum.learning_rate_scale(state.step)
+  scale = parts.curriculum.learning_rate_scale(state.step)
+  learning_rate = schedule * scale
   params, optimizer_state = parts.optimizer.update(
     gradient,
     state.optimizer_state,
@@ -232,7 +240,8 @@ def record(
 ) -> tuple[TrainState, StepMetrics]:
   """The state after the step, and its metrics."""
   counts = verdict.healthy & (reading.sums.weight > 0)
-  no_carry = parts.model.initial_carry(batch.inputs.shape[0])
+  rows = batch.inputs.shape[0]
+  no_carry = parts.model.initial_carry(rows)
   new = state._replace(
     step=state.step + 1,
     params=_chosen(counts, update.params, state.params),
@@ -268,4 +277,8 @@ def _averaged(state: TrainState, decay: float) -> Params:
   """
   steps = state.step.astype(jnp.float32)
   share = jnp.minimum(decay, (1 + steps) / (10 + steps))
-  return jax.tree.map(lambda a, p: share * a + (1 - share) * p, state.average, state.params)
+
+  def moved(average, param):
+    return share * average + (1 - share) * param
+
+  return jax.tree.map(moved, state.average, state.params)
