@@ -76,7 +76,11 @@ def times(algorithm: Transformation, factor: Array) -> Transformation:
 
   def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     steps, state = algorithm.update(updates, state, params)
-    return jax.tree.map(lambda step: factor * step, steps), state
+
+    def scaled(step: Array) -> Array:
+      return factor * step
+
+    return jax.tree.map(scaled, steps), state
 
   return optax.GradientTransformation(algorithm.init, update)
 
@@ -110,15 +114,19 @@ class _Trial:
     self._params = {}
     self._gradients = {}
     for size, (name, shape) in zip((1.0, 1e-3), _SHAPES.items(), strict=True):
-      gradients = random.normal(size=shape) + random.normal(size=(len(_CHANGING), *shape))
-      self._params[name] = jnp.asarray(size * random.normal(size=shape), jnp.float32)
+      common = random.normal(size=shape)
+      noise = random.normal(size=(len(_CHANGING), *shape))
+      gradients = common + noise
+      params = size * random.normal(size=shape)
+      self._params[name] = jnp.asarray(params, jnp.float32)
       self._gradients[name] = jnp.asarray(gradients, jnp.float32)
     try:
       self._rates = jnp.asarray([_CHANGING], jnp.float32)
       self._expected = self._with_a_schedule()
       self._takes_schedules = True
     except Exception:  # whatever an algorithm makes of a function where it expects a number
-      self._rates = jnp.asarray([[rate] * len(_CHANGING) for rate in _CONSTANT], jnp.float32)
+      constant_rates = [[rate] * len(_CHANGING) for rate in _CONSTANT]
+      self._rates = jnp.asarray(constant_rates, jnp.float32)
       self._expected = [self._at_a_constant(rate) for rate in _CONSTANT]
       self._takes_schedules = False
 
@@ -147,8 +155,9 @@ class _Trial:
 
   def _with_a_schedule(self) -> list[dict[str, Array]]:
     """What optax does with the changing rates as a schedule, on separate layers."""
-    with_schedule = created(self._algorithm, lambda count: self._rates[0][count])
-    return [self._moved(lambda _: with_schedule, *self._layers(), self._rates[0])]
+    rates = self._rates[0]
+    with_schedule = created(self._algorithm, lambda count: rates[count])
+    return [self._moved(lambda _: with_schedule, *self._layers(), rates)]
 
   def _at_a_constant(self, rate: float) -> dict[str, Array]:
     """What optax does with one rate, on separate layers."""
@@ -163,21 +172,30 @@ class _Trial:
         transformation = times(created(self._algorithm, 1.0), rate)
       else:
         transformation = created(self._algorithm, rate)
-      return per_layer(transformation) if by_layers else transformation
+      if by_layers:
+        return per_layer(transformation)
+      return transformation
 
-    arrays = (self._params, self._gradients) if stacked else self._layers()
+    arrays = self._layers()
+    if stacked:
+      arrays = (self._params, self._gradients)
     for rates, expected in zip(self._rates, self._expected, strict=True):
       found = self._moved(make, *arrays, rates)
       for name, leaf in expected.items():
-        # A NaN does not agree.
-        if not jnp.linalg.norm(found[name] - leaf) < _SAME * jnp.linalg.norm(leaf):
+        difference = jnp.linalg.norm(found[name] - leaf)
+        allowed = _SAME * jnp.linalg.norm(leaf)
+        if not difference < allowed:  # a NaN does not agree
           return False
     return True
 
   def _layers(self) -> tuple[Any, Any]:
     """The parameters and gradients with every layer as an array of its own."""
-    params = {name: [*stack] for name, stack in self._params.items()}
-    gradients = {name: [*jnp.moveaxis(g, 1, 0)] for name, g in self._gradients.items()}
+    params = {}
+    gradients = {}
+    for name, stack in self._params.items():
+      layers_first = jnp.moveaxis(self._gradients[name], 1, 0)
+      params[name] = [*stack]
+      gradients[name] = [*layers_first]
     return params, gradients
 
   def _moved(
@@ -191,23 +209,30 @@ class _Trial:
         params, state, total = kept
         gradient, rate = given
         steps, state = make(rate).update(gradient, state, params)
-        return (optax.apply_updates(params, steps), state, optax.apply_updates(total, steps)), None
+        params = optax.apply_updates(params, steps)
+        total = optax.apply_updates(total, steps)
+        return (params, state, total), None
 
-      kept = params, make(rates[0]).init(params), jax.tree.map(jnp.zeros_like, params)
+      state = make(rates[0]).init(params)
+      nothing = jax.tree.map(jnp.zeros_like, params)
+      kept = (params, state, nothing)
       (_, _, total), _ = lax.scan(step, kept, (gradients, rates))
       return total
 
     try:
       total = moved(params, gradients, rates)
     except (TypeError, ValueError) as error:
+      reason, *_ = str(error).splitlines()
       raise ConfigurationError(
         f'{_name(self._algorithm)} needs more than gradients and parameters, which is all that a '
-        f'step has ({str(error).splitlines()[0]}). Use another algorithm.'
+        f'step has ({reason}). Use another algorithm.'
       ) from error
-    return {
-      name: jnp.stack(leaf) if isinstance(leaf, list) else leaf for name, leaf in total.items()
-    }
+    for name, leaf in total.items():
+      if isinstance(leaf, list):
+        total[name] = jnp.stack(leaf)
+    return total
 
 
 def _name(algorithm: Algorithm) -> str:
-  return getattr(inspect.unwrap(algorithm), '__name__', repr(algorithm))
+  unwrapped = inspect.unwrap(algorithm)
+  return getattr(unwrapped, '__name__', repr(algorithm))

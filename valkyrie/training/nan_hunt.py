@@ -29,7 +29,8 @@ def hunting(step: TrainStep, traceable: TrainStep) -> TrainStep:
 
   def step_or_hunt(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     after, metrics = step(state, batch)
-    if int(metrics.skipped) > int(state.skipped) and not bool(metrics.spiked):
+    is_refused = int(metrics.skipped) > int(state.skipped)
+    if is_refused and not bool(metrics.spiked):
       place = first_nonfinite(traceable, state, batch)
       raise Diverged(
         f'Step {int(state.step) + 1} has numbers that are not finite. The first: '

@@ -147,7 +147,8 @@ class Term:
     ):
       chex.assert_shape([*found.values()], [weights.shape] * len(found))
     sums = {name: jnp.sum(weights * values) for name, values in found.items()}
-    return Part(sum(sums.values(), jnp.zeros(())) / chunk.total, lax.stop_gradient(sums))
+    total = sum(sums.values(), jnp.zeros(()))
+    return Part(total / chunk.total, lax.stop_gradient(sums))
 
 
 @gin.configurable
@@ -207,7 +208,8 @@ def terms_of(objective: Callable[[], Term] | Sequence[Callable[[], Term]]) -> tu
       )
     terms.append(term)
   names = [term.name for term in terms]
-  if not terms or len({*names, 'model'}) <= len(names):
+  are_distinct = len({*names, 'model'}) > len(names)
+  if not terms or not are_distinct:
     raise ConfigurationError(
       f'StepSettings.objective has the terms {", ".join(names) or "none"}. Name at least one term, '
       "and each only once; a term cannot have the name 'model'."
@@ -247,14 +249,21 @@ def visit(
 
   The carry of a term that is not among `terms` stays as it is.
   """
-  kinds = tuple(dict.fromkeys(kind for term in terms for kind in term.activations))
-  features, after = model.read(params, {'model': carry['model']}, batch, rng, activations=kinds)
+  kinds: dict[str, None] = {}
+  for term in terms:
+    kinds |= dict.fromkeys(term.activations)
+  carry_of_model = {'model': carry['model']}
+  features, after = model.read(params, carry_of_model, batch, rng, activations=tuple(kinds))
   chunk = Chunk(model, params, features, batch, carry, rng, total, in_one_pass)
   parts = {term.name: term(chunk) for term in terms}
   for term in terms:
     part = parts[term.name]
-    _check_part(term, part, carry.get(term.name, part.carry))
-  own = {name: part.carry for name, part in parts.items() if name in carry}
+    before = carry.get(term.name, part.carry)
+    _check_part(term, part, before)
+  own = {}
+  for name, part in parts.items():
+    if name in carry:
+      own[name] = part.carry
   return features, {**carry, **after, **own}, parts
 
 
@@ -275,13 +284,17 @@ def read(
   """
   _, after, by_name = visit(terms, model, params, carry, batch, rng, total=total, **options)
   parts = [*by_name.values()]
-  names = [name for part in parts for name in part.sums]
-  if len({*names}) < len(names):
+  names = []
+  for part in parts:
+    names += part.sums
+  if len(set(names)) < len(names):
     raise ConfigurationError(
       f'Terms of the objective share a name: {", ".join(sorted(names))}. Let each term return sums '
       'with names of its own.'
     )
-  sums: dict[str, Any] = {name: value for part in parts for name, value in part.sums.items()}
+  sums: dict[str, Any] = {}
+  for part in parts:
+    sums |= part.sums
   loss, *more = (part.loss for part in parts)
   for other in more:
     loss += other
@@ -289,11 +302,13 @@ def read(
   value = None
   if predicted is None:
     value = lax.stop_gradient(loss) * total
+  weight = jnp.sum(batch.weights)
+  is_beyond = batch.positions > model.about.window
   found = Sums(
     loss=predicted,
     objective=value,
-    weight=jnp.sum(batch.weights),
-    beyond_window=jnp.sum(batch.weights * (batch.positions > model.about.window)),
+    weight=weight,
+    beyond_window=jnp.sum(batch.weights * is_beyond),
     terms=sums,
   )
   return loss, (after, jax.tree.map(lax.stop_gradient, found))

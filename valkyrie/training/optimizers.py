@@ -144,7 +144,8 @@ class Optimizer:
 
   def learning_rate(self, step: Array) -> Array:
     """The schedule's learning rate at a step, counted from 0."""
-    return jnp.asarray(self._peak * self._schedule(step), jnp.float32)
+    rate = self._peak * self._schedule(step)
+    return jnp.asarray(rate, jnp.float32)
 
   def init(self, params: Params, kinds: Any) -> Any:
     """The state before the first step; `kinds` is a pytree like params, see `Model.kinds`.
@@ -153,14 +154,16 @@ class Optimizer:
     """
     paths = [*leaves_by_path(params)]
     for group in self._groups:
-      if not group.may_be_empty and not any(re.search(group.pattern, path) for path in paths):
+      is_empty = not any(re.search(group.pattern, path) for path in paths)
+      if is_empty and not group.may_be_empty:
         raise ConfigurationError(
           f'Group.pattern={group.pattern!r} is found in none of the {len(paths)} paths of '
           f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
           'model_info.txt of a run lists all paths.'
         )
     first = self.learning_rate(jnp.zeros((), jnp.int32))
-    return self._steps(params, kinds, first).init(params)
+    transformation = self._steps(params, kinds, first)
+    return transformation.init(params)
 
   def update(
     self,
@@ -171,17 +174,21 @@ class Optimizer:
     kinds: Any,
   ) -> tuple[Params, Any]:
     """One step: (gradients, state, params) -> (params, state)."""
-    steps, after = self._steps(params, kinds, learning_rate).update(gradients, state, params)
+    transformation = self._steps(params, kinds, learning_rate)
+    steps, after = transformation.update(gradients, state, params)
     return optax.apply_updates(params, steps), after
 
   def learns(self, path: str) -> bool:
     """Whether a parameter belongs to a group that learns."""
-    return self._group(path)[1].learning_rate_scale > 0
+    _, group = self._group(path)
+    return group.learning_rate_scale > 0
 
   def _group(self, path: str) -> tuple[int | None, Group]:
     """The number of the first group that a path matches, and the group."""
-    found = ((n, g) for n, g in enumerate(self._groups) if re.search(g.pattern, path))
-    return next(found, (None, Group('')))
+    for number, group in enumerate(self._groups):
+      if re.search(group.pattern, path):
+        return number, group
+    return None, Group('')
 
   def state_axes(self, state: Any, params: Params, axes: Any) -> Any:
     """The logical axes of each leaf of the state: a moment has the axes of its parameter.
@@ -190,7 +197,8 @@ class Optimizer:
     """
 
     def of_leaf(path, leaf) -> Axes:
-      module, name = (getattr(key, 'key', None) for key in (None, None, *path)[-2:])
+      keys = [getattr(key, 'key', None) for key in path]
+      module, name = [None, None, *keys][-2:]
       parameter = params.get(module, {}).get(name)
       if parameter is not None and parameter.shape == leaf.shape:
         return axes[module][name]
@@ -214,11 +222,15 @@ class Optimizer:
     labels = jax.tree_util.tree_map_with_path(label, params, kinds)
     clip = optax.clip_by_global_norm(self._clip_norm)
     if any(group.clip_norm is not None for group in self._groups):
-      with_all = jax.tree_util.tree_map_with_path(
-        lambda path, _: self._group(leaf_path(path))[1].clip_norm is None, params
-      )
+
+      def clips_with_all(path, _):
+        _, group = self._group(leaf_path(path))
+        return group.clip_norm is None
+
+      with_all = jax.tree_util.tree_map_with_path(clips_with_all, params)
       clip = optax.masked(clip, with_all)
-    return optax.chain(clip, optax.partition(dict(sorted(algorithms.items())), labels))
+    step = optax.partition(dict(sorted(algorithms.items())), labels)
+    return optax.chain(clip, step)
 
   def _of_leaf(
     self, path: str, leaf: Any, kind: Any, learning_rate: Array
@@ -226,7 +238,9 @@ class Optimizer:
     """The name of a parameter's group, and its algorithm at a learning rate."""
     number, group = self._group(path)
     decays = kind.is_matrix and group.decay
-    name = 'matrix' if decays else 'vector'
+    name = 'vector'
+    if decays:
+      name = 'matrix'
     if number is not None:
       name = f'{name} of group {number}'
     # A part that may rest has groups of its own: Adam's bias correction counts its own steps.
@@ -236,7 +250,9 @@ class Optimizer:
       return f'{name}, frozen', optax.set_to_zero()
     algorithm = group.algorithm or self._algorithms[decays]
     by_layers, proportional = nature(algorithm)
-    rate = 1.0 if proportional else group.learning_rate_scale * learning_rate
+    rate = group.learning_rate_scale * learning_rate
+    if proportional:
+      rate = 1.0
     transformation = created(algorithm, rate)
     # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
     # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.
@@ -248,11 +264,13 @@ class Optimizer:
         transformation = per_layer(transformation)
       name += ''.join(f', {count} of a stack' for count in stack)
     if group.clip_norm is not None:
-      transformation = optax.chain(optax.clip_by_global_norm(group.clip_norm), transformation)
+      clip = optax.clip_by_global_norm(group.clip_norm)
+      transformation = optax.chain(clip, transformation)
     if not proportional:
       return name, transformation
     if group.learning_rate_scale != 1:
-      transformation = optax.chain(transformation, optax.scale(group.learning_rate_scale))
+      scale = optax.scale(group.learning_rate_scale)
+      transformation = optax.chain(transformation, scale)
     return name, times(transformation, learning_rate)
 
 
@@ -279,7 +297,8 @@ def schedule_of(
     )
   decay_steps = max(train_steps - warmup_steps, 1)
   begin = max(warmup_steps, 1)
-  last = min(max(round(cooldown * train_steps), 1), decay_steps)
+  cooldown_steps = max(round(cooldown * train_steps), 1)
+  last = min(cooldown_steps, decay_steps)
   shapes = {
     'constant': optax.constant_schedule(1.0),
     'linear': optax.linear_schedule(1.0, final, decay_steps),

@@ -11,7 +11,12 @@ from valkyrie.types import Array, Params
 
 def wide(params: Params) -> Params:
   """The parameters in float32, or wider."""
-  return jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
+
+  def widened(leaf):
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    return leaf.astype(dtype)
+
+  return jax.tree.map(widened, params)
 
 
 def stored(updated: Params, params: Params, make_key: Callable[[], Array]) -> Params:
@@ -38,6 +43,8 @@ def _at_random(x: Array, key: Array) -> Array:
   # bfloat16 is the upper half of the bits: a uniform number added below them carries over with the
   # probability of the lost part.
   bits = lax.bitcast_convert_type(x, jnp.uint32)
-  bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-  upper = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+  noise = jax.random.bits(key, x.shape, jnp.uint16)
+  bits += noise.astype(jnp.uint32)
+  upper_bits = bits & jnp.uint32(0xFFFF0000)
+  upper = lax.bitcast_convert_type(upper_bits, jnp.float32)
   return upper.astype(jnp.bfloat16)

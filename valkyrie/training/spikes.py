@@ -68,8 +68,10 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
   is_full = count >= spikes.window
   spiked = is_full & (loss > highest)
   finite = jnp.isfinite(loss)
-  now = losses.at[count % spikes.window].set(loss)
-  return spiked & finite, RecentLosses(jnp.where(finite, now, losses), count + finite)
+  place = count % spikes.window
+  with_this = losses.at[place].set(loss)
+  kept = jnp.where(finite, with_this, losses)
+  return spiked & finite, RecentLosses(kept, count + finite)
 
 
 @may_change_on_resume()

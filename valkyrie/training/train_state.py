@@ -55,7 +55,9 @@ def initial_state(
   params, carry = model.init(jax.random.key(seed), batch_size)
   zero = jnp.zeros((), jnp.int32)
   moments = optimizer.init(rounding.wide(params), model.kinds(params))
-  average = jax.tree.map(jnp.copy, params) if with_average else None
+  average = None
+  if with_average:
+    average = jax.tree.map(jnp.copy, params)
   return TrainState(zero, params, moments, carry, zero, recent, average, objective)
 
 

@@ -44,7 +44,8 @@ def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[
     content = foreign.content(pathlib.Path(model_dir, 'config.json'))
     of_run = foreign.json_object(content, bindings=dict)['bindings']
   now = json.loads(json.dumps(bindings()))  # as in the records: tuples become lists
-  was = {name: value for name, value in of_run.items() if name not in computation(of_run)}
+  computed = computation(of_run)
+  was = {name: value for name, value in of_run.items() if name not in computed}
   was |= trained
   names = {name for name in reached({**was, **now}, roots) if _has_effect(name)}
   return differences(
@@ -57,7 +58,8 @@ def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[
 def _has_effect(name: str) -> bool:
   part, _, parameter = name.rpartition('.')
   part = part.rpartition('/')[2]
-  if part in ('Evaluator', *_RUN_MODES) or parameter in _WITHOUT_EFFECT:
+  is_of_mode = part in ('Evaluator', *_RUN_MODES)
+  if is_of_mode or parameter in _WITHOUT_EFFECT:
     return False
   return part != 'TaskFeed' or parameter in _OF_A_FEED
 
@@ -77,7 +79,8 @@ def record_changes(
   with contextlib.suppress(OSError, ValueError):
     recorded = foreign.json_value(foreign.content(path))
   if recorded != [*changed]:
-    shown = '\n  '.join(first_of([*changed], _SHOWN)) or 'none'
+    names = first_of([*changed], _SHOWN)
+    shown = '\n  '.join(names) or 'none'
     raise ConfigurationError(
       f'{folder} has evaluations with other bindings, which numbers of these would be mixed with. '
       f'Changed since the checkpoint:\n  {shown}\nUse the values of the run, or give these numbers '
@@ -85,4 +88,5 @@ def record_changes(
       'loss_by_position_mine.png.'
     )
   if changed and jax.process_index() == 0:
-    whole_file.write(path, json.dumps([*changed]) + '\n')
+    text = json.dumps([*changed])
+    whole_file.write(path, f'{text}\n')

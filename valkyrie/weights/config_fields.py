@@ -93,11 +93,14 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
     )
   for name, value in fields.items():
     kind = kinds.used.get(name, object)
-    if kind is object or (value is None and name in kinds.nullable):
+    is_null = value is None and name in kinds.nullable
+    if kind is object or is_null:
       continue
-    fits = type(value) is kind or (kind is float and type(value) is int)
+    is_whole_number = kind is float and type(value) is int
+    fits = type(value) is kind or is_whole_number
     most = {int: 2**31, float: sys.float_info.max}.get(kind)
-    if not fits or (most is not None and not _is_inside(value, most)):
+    is_too_large = most is not None and not _is_inside(value, most)
+    if not fits or is_too_large:
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'
       )
@@ -114,7 +117,8 @@ def check_needed(
 
 def _equal(found: Any, value: Any) -> bool:
   """Whether a field has a value; true is not 1."""
-  return found == value and isinstance(found, bool) == isinstance(value, bool)
+  are_truths = isinstance(found, bool) == isinstance(value, bool)
+  return found == value and are_truths
 
 
 def _is_inside(value: Any, most: float) -> bool:

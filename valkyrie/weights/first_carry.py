@@ -24,7 +24,8 @@ def with_first_carry(
   Raises a ConfigurationError if the source has none, or one that was learned with other weights.
   """
   tensors = open_source(source).tensors
-  if not _are_of_same_weights(tensors, params) or not any('.first_carry' in n for n in tensors):
+  has_first_carry = any('.first_carry' in name for name in tensors)
+  if not has_first_carry or not _are_of_same_weights(tensors, params):
     raise ConfigurationError(
       f'{source} has no first carry that was learned with the weights of this run. Learn one by '
       "gin/optimizers/first_carry.gin from this run; export.form = 'first_carry' exports it."
@@ -48,4 +49,5 @@ def _are_of_same_weights(tensors: Mapping[str, Tensor], params: Params) -> bool:
   tensor = tensors.get('final_norm.scale')
   if tensor is None or tensor.shape != scale.shape:
     return False
-  return bool(np.allclose(tensor.read((slice(None),)), scale))
+  values = tensor.whole()
+  return bool(np.allclose(values, scale))

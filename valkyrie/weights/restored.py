@@ -33,7 +33,8 @@ def restored_params(
   Raises a ConfigurationError if the run has no such step, or one of another model or vocabulary.
   """
   shapes = _shapes(model)
-  shardings = partitioner.shardings(shapes, model.parameter_axes(partitioner.parameter_axes))
+  parameter_axes = model.parameter_axes(partitioner.parameter_axes)
+  shardings = partitioner.shardings(shapes, parameter_axes)
   target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
   steps = _steps(step)
   total, *numbers = _restored(model_dir, vocabulary, steps[0], target)
@@ -44,8 +45,12 @@ def restored_params(
     params, number = _restored(model_dir, vocabulary, name, target)
     total = jax.tree.map(jnp.add, total, rounding.wide(params))
     numbers.append(number)
-  mean = jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, target)
-  return mean, tuple(numbers)
+
+  def mean_of(leaf, like):
+    mean = leaf / len(steps)
+    return mean.astype(like.dtype)
+
+  return jax.tree.map(mean_of, total, target), tuple(numbers)
 
 
 def stored_params(
@@ -59,7 +64,8 @@ def stored_params(
     params, number = _restored(model_dir, vocabulary, name, target, lazily=True)
     trees.append(params)
     numbers.append(number)
-  return keeping_last(jax.tree.map(_mean_of_stored, *trees)), tuple(numbers)
+  means = jax.tree.map(_mean_of_stored, *trees)
+  return keeping_last(means), tuple(numbers)
 
 
 def _shapes(model: Model) -> Params:
@@ -81,7 +87,8 @@ def _mean_of_stored(*arrays: StoredArray) -> StoredArray:
 
   def read() -> np.ndarray:
     content = np.asarray(first)
-    total = content.astype(np.promote_types(content.dtype, np.float32))
+    wide = np.promote_types(content.dtype, np.float32)
+    total = content.astype(wide)
     for other in others:
       total += np.asarray(other)
     total /= len(arrays)

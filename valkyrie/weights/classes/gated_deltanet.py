@@ -110,7 +110,7 @@ class GatedDeltaNet(Hybrid):
       rotary = {'Rotary.base': float(one.get('rope_theta', 10_000.0))}
       context = config['max_position_embeddings']
       kinds[f'attention_{number}'] = parts.attention(sizes, rotary, context, one.get('window_size'))
-    used = {kind: kinds[kind] for kind in kinds if kind in layers}
+    used = parts.used(kinds, layers)
     return Plan(shared, used, layers)
 
   def names(self, config: Mapping[str, Any]) -> Names:

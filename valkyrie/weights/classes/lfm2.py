@@ -109,7 +109,7 @@ class Lfm2(Hybrid):
       'full_attention': parts.attention(sizes, rotary, config['max_position_embeddings']),
     }
     layers = _layers(config)
-    return Plan(shared, {kind: kinds[kind] for kind in kinds if kind in layers}, layers)
+    return Plan(shared, parts.used(kinds, layers), layers)
 
   def names(self, config: Mapping[str, Any]) -> Names:
     tables = (
@@ -133,7 +133,7 @@ class Lfm2(Hybrid):
     convolution = _convolution_names(config['hidden_size'])
     kinds = {'conv': [*both, *convolution], 'full_attention': [*both, *full]}
     layers = _layers(config)
-    used = {kind: kinds[kind] for kind in kinds if kind in layers}
+    used = parts.used(kinds, layers)
     return Names(tables, used, layers)
 
   def _fields_of(self, facts: Facts) -> dict[str, Any] | str:

@@ -114,7 +114,7 @@ class NemotronH(Hybrid):
       ),
     }
     shared = shared_bindings(sizes, float(config['layer_norm_epsilon']))
-    return Plan(shared, {kind: kinds[kind] for kind in kinds if kind in layers}, layers)
+    return Plan(shared, parts.used(kinds, layers), layers)
 
   def names(self, config: Mapping[str, Any]) -> Names:
     config = {**self.defaults, **config}
@@ -143,7 +143,7 @@ class NemotronH(Hybrid):
       entry('unembedding', SAME, 'lm_head.weight'),
     ]
     layers = _layers(config)
-    used = {kind: kinds[kind] for kind in kinds if kind in layers}
+    used = parts.used(kinds, layers)
     return Names(tables, used, layers, skipped=(r'mtp\..*',))
 
   def _fields_of(self, facts: Facts) -> dict[str, Any] | str:

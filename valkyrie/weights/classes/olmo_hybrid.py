@@ -86,7 +86,7 @@ class OlmoHybrid(Hybrid):
       'full_attention': parts.attention(sizes, _rotary(config), context, None, **after),
     }
     layers = _layers(config)
-    return Plan(shared, {kind: kinds[kind] for kind in kinds if kind in layers}, layers)
+    return Plan(shared, parts.used(kinds, layers), layers)
 
   def names(self, config: Mapping[str, Any]) -> Names:
     config = self._complete(config)
@@ -113,7 +113,7 @@ class OlmoHybrid(Hybrid):
     ]
     kinds = {'linear_attention': [*linear, *decoder.MLP], 'full_attention': [*full, *decoder.MLP]}
     layers = _layers(config)
-    used = {kind: kinds[kind] for kind in kinds if kind in layers}
+    used = parts.used(kinds, layers)
     return Names(decoder.TABLES, used, layers)
 
   def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,11 @@ DELTA_PROJECTIONS = {
 }  # fmt: skip
 
 
+def used(kinds: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+  """Those kinds of layers that a model has, in their order."""
+  return {kind: what for kind, what in kinds.items() if kind in layers}
+
+
 def attention(
   sizes: Mapping[str, Any],
   rotary: Mapping[str, Any],

@@ -98,7 +98,7 @@ class Qwen35(Hybrid):
       'full_attention': parts.attention(sizes, rotary, config['max_position_embeddings']),
     }
     layers = _layers(config)
-    return Plan(shared, {kind: kinds[kind] for kind in kinds if kind in layers}, layers)
+    return Plan(shared, parts.used(kinds, layers), layers)
 
   def names(self, config: Mapping[str, Any]) -> Names:
     config = {**self.defaults, **config}
@@ -119,7 +119,7 @@ class Qwen35(Hybrid):
       entry('unembedding', SAME, 'lm_head.weight'),
     ]
     layers = _layers(config)
-    used = {kind: kinds[kind] for kind in kinds if kind in layers}
+    used = parts.used(kinds, layers)
     return Names(tables, used, layers, skipped=(r'model\.visual\..*', r'mtp\..*'))
 
   def _fields_of(self, facts: Facts) -> dict[str, Any] | str:
