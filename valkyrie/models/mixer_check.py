@@ -104,7 +104,8 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
 
   with edges.asserted(not_finite, 'Correct its __call__.'):
     chex.assert_tree_all_finite(whole)
-  size = max(float(np.abs(whole).max()), 1e-6)
+  largest = float(np.abs(whole).max())
+  size = max(largest, 1e-6)
 
   def compare(found: Any, expected: Any, rule: str) -> None:
     difference = float(np.abs(found - expected).max())
@@ -112,7 +113,8 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
       raise ConfigurationError(f'{name}: {rule}. The values differ by {difference:.3g}.')
 
   later = x.copy()
-  later[:, _CUT:] += random.normal(size=later[:, _CUT:].shape)
+  noise = random.normal(size=later[:, _CUT:].shape)
+  later[:, _CUT:] += noise
   outputs, _ = over(later, fresh)
   rule = 'an output depends on a later token. Use only tokens before it'
   compare(outputs[:, :_CUT], whole[:, :_CUT], rule)

@@ -54,7 +54,8 @@ class Quantized(Matrix):
     def width(group):
       return sum(w.shape[1] for w in group)
 
-    group_ends = np.cumsum([width(group) for group in groups])
+    widths = [width(group) for group in groups]
+    group_ends = np.cumsum(widths)
     return jnp.split(y, group_ends[:-1], axis=-1)
 
 
@@ -141,7 +142,9 @@ _product.defvjp(_forward, _backward)
 def _by_rows(x, w8, summed):
   """The sums over this dimension of w8, with x in its dtype and a scale for each row; wide."""
   x8, scale = _rounded(x, 1, w8.dtype.name)
-  sum_dtype = jnp.int32 if w8.dtype == jnp.int8 else scale.dtype
+  sum_dtype = scale.dtype
+  if w8.dtype == jnp.int8:
+    sum_dtype = jnp.int32
   sums = _dot(x8, w8, 1, summed, sum_dtype)
   return sums.astype(scale.dtype) * scale
 
@@ -161,8 +164,9 @@ def _rounded(x, axis, dtype, sharing=()):
   largest = jnp.maximum(largest, 1e-30)
   if sharing:
     largest = lax.pmax(largest, sharing)
-  scaled = x * (_LARGEST[dtype] / largest)
-  scale = largest / _LARGEST[dtype]
+  largest_of_dtype = _LARGEST[dtype]
+  scaled = x * (largest_of_dtype / largest)
+  scale = largest / largest_of_dtype
   if dtype == 'int8':
     scaled = jnp.round(scaled)
   return scaled.astype(dtype), scale

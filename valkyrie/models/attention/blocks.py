@@ -83,17 +83,19 @@ def _attend(form, *arrays):
 def _forward(form, q, queries, keys, dropout):
   blocks = _blocks_of(form, q, keys)
   read = functools.partial(_read_blocks, form, blocks, dropout)
-  out, log_total = lax.map(read, _slices_of(form, q, keys, queries))
+  by_slice = _slices_of(form, q, keys, queries)
+  out, log_total = lax.map(read, by_slice)
   out = checkpoint_name(out, 'attention')
   log_total = checkpoint_name(log_total, 'attention')
-  joined = _joined(out, q), _joined(log_total, q)
-  return joined, (q, queries, keys, dropout, out, log_total)
+  joined = (_joined(out, q), _joined(log_total, q))
+  residuals = (q, queries, keys, dropout, out, log_total)
+  return joined, residuals
 
 
 def _backward(form, residuals, gradients):
   q, queries, keys, dropout, *results = residuals
   blocks = _blocks_of(form, q, keys)
-  by_slice = (_grouped(form, gradient, keys) for gradient in gradients)
+  by_slice = tuple(_grouped(form, gradient, keys) for gradient in gradients)
   dtype = wide(q.dtype)
   nothing = jnp.zeros(blocks.keys.shape, dtype)
 
@@ -107,18 +109,28 @@ def _backward(form, residuals, gradients):
       draws = _draws(dropout, one, block)
 
       def add(sums):
-        (more,), _ = softmax.attend_backward(((part,), draws, *of_forward), of_results)
-        return tuple(x + y.astype(dtype) for x, y in zip(sums, more[:3], strict=True))
+        of_parts = ((part,), draws, *of_forward)
+        (more,), _ = softmax.attend_backward(of_parts, of_results)
+        d_q, d_k, d_v, _ = more
+        cotangents = (d_q, d_k, d_v)
+        return tuple(total + x.astype(dtype) for total, x in zip(sums, cotangents, strict=True))
 
       d_q, *d_block = _if_any(mask, add, (d_q, *so_far))
       return d_q, d_block
 
-    d_q, sums = lax.scan(of_block, jnp.zeros(one.q.shape, dtype), (blocks, *sums))
+    no_gradient = jnp.zeros(one.q.shape, dtype)
+    d_q, sums = lax.scan(of_block, no_gradient, (blocks, *sums))
     return sums, d_q
 
-  inputs = _slices_of(form, q, keys, queries), tuple(results), tuple(by_slice)
+  inputs = (_slices_of(form, q, keys, queries), tuple(results), by_slice)
   d_blocks, d_q = lax.scan(of_slice, [nothing, nothing], inputs)
-  d_k, d_v = (slices.join(jnp.swapaxes(x, 2, 3), keys.k.shape[1]) for x in d_blocks)
+  key_count = keys.k.shape[1]
+
+  def by_token(d_block):
+    by_head = jnp.swapaxes(d_block, 2, 3)
+    return slices.join(by_head, key_count)
+
+  d_k, d_v = map(by_token, d_blocks)
   d_keys = Keys(d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype), None)
   return _joined(d_q, q).astype(q.dtype), None, d_keys, None
 
@@ -138,14 +150,18 @@ def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slic
       out, log_total = so_far
       more, log_more = softmax.attend((part,), draws)
       log_both = jnp.logaddexp(log_total, log_more)
-      both = jnp.exp(log_total - log_both) * out + jnp.exp(log_more - log_both) * more
+      share = jnp.exp(log_total - log_both)
+      share_of_more = jnp.exp(log_more - log_both)
+      both = share * out + share_of_more * more
       return both, log_both
 
     return _if_any(mask, join, so_far), None
 
   dtype = wide(one.q.dtype)
-  nothing = jnp.zeros(one.q.shape, dtype), jnp.full((*one.q.shape[:3], 1), MASKED, dtype)
-  so_far, _ = lax.scan(read, nothing, blocks)
+  *leading, _ = one.q.shape
+  no_value = jnp.zeros(one.q.shape, dtype)
+  no_key = jnp.full((*leading, 1), MASKED, dtype)
+  so_far, _ = lax.scan(read, (no_value, no_key), blocks)
   return so_far
 
 
@@ -162,7 +178,10 @@ def _visible(form: Form, queries: Marks, keys: Marks) -> Array:
 
 
 def _draws(dropout: Dropout | None, one: _Slice, block: _Block) -> Dropout | None:
-  return dropout and dropout.of(one.number).of(block.number)
+  if dropout is None:
+    return None
+  of_slice = dropout.of(one.number)
+  return of_slice.of(block.number)
 
 
 def _slice_size(form: Form, q: Array) -> int:
@@ -171,25 +190,32 @@ def _slice_size(form: Form, q: Array) -> int:
 
 def _blocks_of(form: Form, q: Array, keys: Keys) -> _Block:
   batch, _, heads, _ = q.shape
-  most = max(1, slices.LOGITS_AT_ONCE // (batch * heads * _slice_size(form, q)))
-  count = -(-keys.k.shape[1] // most)
-  size = -(-keys.k.shape[1] // count)
+  at_once = slices.LOGITS_AT_ONCE // (batch * heads * _slice_size(form, q))
+  most = max(1, at_once)
+  total = keys.k.shape[1]
+  count = -(-total // most)
+  size = -(-total // count)
   k, v, marks = jax.tree.map(lambda x: slices.cut(x, size), keys)
-  return _Block(jnp.arange(count), jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3), marks)
+  by_head = (jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3))
+  return _Block(jnp.arange(count), *by_head, marks)
 
 
 def _slices_of(form: Form, q: Array, keys: Keys, queries: Marks) -> _Slice:
-  marks = jax.tree.map(lambda x: slices.cut(x, _slice_size(form, q)), queries)
-  return _Slice(jnp.arange(len(marks.places)), _grouped(form, q, keys), marks)
+  size = _slice_size(form, q)
+  marks = jax.tree.map(lambda x: slices.cut(x, size), queries)
+  numbers = jnp.arange(len(marks.places))
+  return _Slice(numbers, _grouped(form, q, keys), marks)
 
 
 def _grouped(form: Form, x: Array, keys: Keys) -> Array:
   """[B, T, H, ...] -> slices [N, B, J, H/J · S, ...]."""
   group = functools.partial(softmax.group_queries, kv_heads=keys.k.shape[2])
-  return jax.vmap(group)(slices.cut(x, _slice_size(form, x)))
+  by_slice = slices.cut(x, _slice_size(form, x))
+  return jax.vmap(group)(by_slice)
 
 
 def _joined(x: Array, q: Array) -> Array:
   """The inverse of `_grouped`, for the heads and the tokens of q."""
-  by_slice = jax.vmap(functools.partial(softmax.ungroup_queries, heads=q.shape[2]))(x)
+  ungroup = functools.partial(softmax.ungroup_queries, heads=q.shape[2])
+  by_slice = jax.vmap(ungroup)(x)
   return slices.join(by_slice, q.shape[1])

@@ -46,8 +46,10 @@ def empty_cache(
 ) -> DocumentCache:
   """The cache before a row's first token."""
   zeros = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
-  tokens = KVCache(zeros, zeros, jnp.zeros((batch_size, slots), jnp.int32))
-  return DocumentCache(OverTime(tokens), jnp.zeros((batch_size,), jnp.int32))
+  no_documents = jnp.zeros((batch_size, slots), jnp.int32)
+  tokens = KVCache(zeros, zeros, no_documents)
+  first_slot = jnp.zeros((batch_size,), jnp.int32)
+  return DocumentCache(OverTime(tokens), first_slot)
 
 
 @jax.named_scope('attention')
@@ -76,25 +78,31 @@ def attend(
   # Places count from the oldest token that the slots can hold.
   time, _, width = q.shape[1:]
   piece = slots + device * time + jnp.arange(time)[None]
-  marks = Marks(tokens.segment_ids, jnp.broadcast_to(piece, tokens.segment_ids.shape))
+  places_of_rows = jnp.broadcast_to(piece, tokens.segment_ids.shape)
+  marks = Marks(tokens.segment_ids, places_of_rows)
   turned = functools.partial(_turned, rotary, slots + devices * time)
-  queries = _of_chunk((turned(q * width**-0.5, piece), marks))
+  scaled = q * width**-0.5
+  queries = _of_chunk((turned(scaled, piece), marks))
   keys = Keys(turned(tokens.keys, piece), tokens.values, marks)
   after = ()
   if cache:
     held = cache.slots.content
-    number = device * held.segment_ids.shape[1] + jnp.arange(held.segment_ids.shape[1])[None]
+    held_count = held.segment_ids.shape[1]
+    number = device * held_count + jnp.arange(held_count)[None]
     following = cache.following
     if sequence_parallel.axes():  # the carry of the first device counts
-      following = sequence_parallel.broadcast_from(following, sequence_parallel.index() == 0)
+      is_first = sequence_parallel.index() == 0
+      following = sequence_parallel.broadcast_from(following, is_first)
     places = (number - following[:, None]) % slots
-    old_keys, old_values = (x.astype(q.dtype) for x in (held.keys, held.values))
+    old_keys = held.keys.astype(q.dtype)
+    old_values = held.values.astype(q.dtype)
     marks = Marks(held.segment_ids, places)
     before = Keys(turned(old_keys, places), old_values, marks)
     keys = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), before, keys)
     after = _advanced(held, tokens, following, number[0, 0], slots)
   out, log_total = blocks.attend(form, *queries, keys, dropout)
-  return _over_devices(out, log_total).astype(q.dtype), after
+  joined = _over_devices(out, log_total)
+  return joined.astype(q.dtype), after
 
 
 def _place() -> tuple[int, Array | int]:
@@ -120,7 +128,8 @@ def _over_devices(out: Array, log_total: Array) -> Array:
   largest = lax.pmax(lax.stop_gradient(log_total), axes)
   share = jnp.exp(log_total - largest)
   total = messages.reduce_scatter(share, axes, 1)
-  return messages.reduce_scatter(share * out, axes, 1) / total
+  weighted = messages.reduce_scatter(share * out, axes, 1)
+  return weighted / total
 
 
 def _advanced(
@@ -129,25 +138,31 @@ def _advanced(
   """The cache after the chunk, of which this device holds the slots from `first`."""
   size = held.segment_ids.shape[1]
   chunk = _of_chunk(tokens)
-  length = jnp.sum(chunk.segment_ids > 0, axis=1, dtype=jnp.int32)[:, None]
+  is_token = chunk.segment_ids > 0
+  length = jnp.sum(is_token, axis=1, dtype=jnp.int32)[:, None]
   token = np.arange(chunk.segment_ids.shape[1], dtype=np.int32)[None]
   at = (following[:, None] + token) % slots - first
-  kept = (token < length) & (token >= length - slots) & (at >= 0) & (at < size)
+  is_last = (token < length) & (token >= length - slots)
+  is_held = (at >= 0) & (at < size)
+  kept = is_last & is_held
   at = jnp.where(kept, at, size + token)  # beyond the end, and different
 
   def write(old, new):
     def of_row(old, new, at):
-      return old.at[at].set(new.astype(old.dtype), mode='drop', unique_indices=True)
+      narrow = new.astype(old.dtype)
+      return old.at[at].set(narrow, mode='drop', unique_indices=True)
 
     return jax.vmap(of_row)(old, new, at)
 
   after = jax.tree.map(write, held, chunk)
-  return DocumentCache(OverTime(after), (following + length[:, 0]) % slots)
+  next_slot = (following + length[:, 0]) % slots
+  return DocumentCache(OverTime(after), next_slot)
 
 
 def _turned(rotary: Rotary, most: int, x: Array, places: Array) -> Array:
   """x [B, N, ..., K], rotated by places int32 [B, N], or [1, N], below `most`."""
-  return rotate(x, *angles_at(rotary, most, x.shape[-1], x.dtype, places))
+  cos, sin = angles_at(rotary, most, x.shape[-1], x.dtype, places)
+  return rotate(x, cos, sin)
 
 
 def angles_at(
@@ -162,9 +177,13 @@ def angles_at(
   def rows(table, at):
     return jnp.asarray(table, wide(dtype))[at]
 
-  tables = rotary.angles(-(-most // _TABLE), width, _TABLE)
-  coarse_cos, coarse_sin = (rows(table, coarse) for table in tables)
-  fine_cos, fine_sin = (rows(table, fine) for table in rotary.angles(_TABLE, width))
+  coarse_count = -(-most // _TABLE)
+  coarse_cos_table, coarse_sin_table = rotary.angles(coarse_count, width, _TABLE)
+  coarse_cos = rows(coarse_cos_table, coarse)
+  coarse_sin = rows(coarse_sin_table, coarse)
+  fine_cos_table, fine_sin_table = rotary.angles(_TABLE, width)
+  fine_cos = rows(fine_cos_table, fine)
+  fine_sin = rows(fine_sin_table, fine)
   cos = coarse_cos * fine_cos - coarse_sin * fine_sin
   sin = coarse_sin * fine_cos + coarse_cos * fine_sin
   return cos, sin

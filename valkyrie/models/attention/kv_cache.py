@@ -28,7 +28,9 @@ class KVCache(NamedTuple):
 
   def of_heads(self, heads: slice) -> 'KVCache':
     """The cache of some of the heads."""
-    return KVCache(self.keys[:, :, heads], self.values[:, :, heads], self.segment_ids)
+    keys = self.keys[:, :, heads]
+    values = self.values[:, :, heads]
+    return KVCache(keys, values, self.segment_ids)
 
 
 class AttentionCarry(NamedTuple):
@@ -45,7 +47,8 @@ def empty_carry(
 
   def empty(slots: int) -> KVCache:
     zeros = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
-    return KVCache(zeros, zeros, jnp.zeros((batch_size, slots), jnp.int32))
+    no_documents = jnp.zeros((batch_size, slots), jnp.int32)
+    return KVCache(zeros, zeros, no_documents)
 
   return AttentionCarry(empty(window), empty(starts))
 
@@ -74,14 +77,17 @@ def starts_before(
   slots = starts.segment_ids.shape[1]
   last = jnp.maximum(ends - 1, 0)
   position = jnp.take_along_axis(positions, last, axis=1)
-  at = (last - position)[..., None] + np.arange(slots)[None, None]
-  carried = (at < 0) | (ends == 0)[..., None]
-  reached = np.arange(slots)[None, None] <= position[..., None]
+  slot = np.arange(slots)[None, None]
+  at = (last - position)[..., None] + slot
+  is_at_start = ends == 0
+  carried = (at < 0) | is_at_start[..., None]
+  reached = slot <= position[..., None]
 
   def pick(old, new):
     take = functools.partial(jnp.take, axis=0, mode='clip')
     read = jax.vmap(take)(new, at)
-    shape = (*at.shape, *(1,) * (new.ndim - 2))
+    others = (1,) * (new.ndim - 2)
+    shape = (*at.shape, *others)
     read = jnp.where(reached.reshape(shape), read, jnp.zeros_like(read))
     return jnp.where(carried.reshape(shape), old[:, None], read)
 
@@ -105,8 +111,10 @@ def exchange_halo(
 def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[KVCache, KVCache]:
   slots = window.segment_ids.shape[1]
   time = tokens.segment_ids.shape[1]
-  before = after = window
-  for _ in range(min(-(-slots // time), sequence_parallel.size())):
+  before = window
+  after = window
+  pieces_of_window = -(-slots // time)
+  for _ in range(min(pieces_of_window, sequence_parallel.size())):
     both = jax.tree.map(lambda x, new: jnp.concatenate([x, new], axis=1), before, tokens)
     last = jax.tree.map(lambda x: x[:, time:], both)
     after = sequence_parallel.shift_right(last)
@@ -115,13 +123,16 @@ def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[
   # Padding ends a chunk, so only the carry after the chunk can lie behind it: the window after a
   # row's last token, on whichever device that is.
   lengths = sequence_parallel.all_gather(length)
-  source = jnp.maximum(jnp.sum(lengths > 0, axis=0) - 1, 0)
+  rows_with_tokens = jnp.sum(lengths > 0, axis=0)
+  source = jnp.maximum(rows_with_tokens - 1, 0)
 
   def from_last_token():
     ended = slide_window(before, tokens, length)
-    return sequence_parallel.broadcast_from(ended, sequence_parallel.index() == source)
+    is_source = sequence_parallel.index() == source
+    return sequence_parallel.broadcast_from(ended, is_source)
 
-  after = lax.cond(jnp.any(lengths < time), from_last_token, lambda: after)
+  has_padding = jnp.any(lengths < time)
+  after = lax.cond(has_padding, from_last_token, lambda: after)
   return before, after
 
 
@@ -139,7 +150,8 @@ def _exchange_starts(
     later, are_carried = second
 
     def pick(old, new):
-      of_each = are_carried.reshape(*are_carried.shape, *(1,) * (new.ndim - 3))
+      others = (1,) * (new.ndim - 3)
+      of_each = are_carried.reshape(*are_carried.shape, *others)
       return jnp.where(of_each, old, new)
 
     return jax.tree.map(pick, earlier, later), were_carried & are_carried

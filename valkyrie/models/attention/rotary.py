@@ -42,7 +42,8 @@ class Rotary:
 
   def __post_init__(self):
     is_ordered = 0 < self.low_turns < self.high_turns
-    if self.base <= 1 or self.factor < 1 or not is_ordered:
+    is_base = self.base > 1 and self.factor >= 1
+    if not is_base or not is_ordered:
       raise ConfigurationError(
         f'Rotary has base={self.base:g}, factor={self.factor:g}, low_turns={self.low_turns:g} and '
         f'high_turns={self.high_turns:g}. Use a base above 1, a factor of 1 or more, and low_turns '
