@@ -101,7 +101,8 @@ def _total_bytes_of_refused(setup: Setup, refused: str) -> int | None:
   for leaf in jax.tree.leaves(setup.state):
     shape_on_device = leaf.sharding.shard_shape(leaf.shape)
     arguments += leaf.dtype.itemsize * math.prod(shape_on_device)
-  return int(float(temporaries.group(1)) * chips.GIB) + arguments
+  temporary_bytes = float(temporaries.group(1)) * chips.GIB
+  return int(temporary_bytes) + arguments
 
 
 def _plain_cycles(setup: Setup) -> float:
@@ -109,13 +110,15 @@ def _plain_cycles(setup: Setup) -> float:
 
   Only their matrix products count, with what the compiler fuses into them.
   """
-  one_device = SingleDeviceSharding(setup.partitioner.mesh.devices.flat[0])
+  device = setup.partitioner.mesh.devices.flat[0]
+  one_device = SingleDeviceSharding(device)
   flops = 0
   cycles = 0
   for _, _, results in kernel_check.kernel_results(setup):
     plain = jax.jit(functools.partial(results, False), out_shardings=one_device)
     compiled = plain.lower().compile()
-    for step in work.list_work(hlo.parse(compiled.as_text() or '')):
+    module = hlo.parse(compiled.as_text() or '')
+    for step in work.list_work(module):
       if step.flops and step.part == 'attention':
         flops += step.flops * step.times
         cycles += step.cycles * step.times
@@ -132,7 +135,9 @@ def _memory(compiled: jax.stages.Compiled, hbm_bytes: int | None) -> dict[str, A
     'output_bytes': analysis.output_size_in_bytes,
   }
   total = sum(sizes.values()) - analysis.alias_size_in_bytes
-  fits = None if hbm_bytes is None else total <= hbm_bytes
+  fits = None
+  if hbm_bytes is not None:
+    fits = total <= hbm_bytes
   return {
     **sizes,
     'alias_bytes': analysis.alias_size_in_bytes,
@@ -160,16 +165,18 @@ def _program(
   if largest:
     largest_in_loops = {'kind': largest.kind, **_transfer(largest)}
   by_traffic = sorted(works, key=lambda step: step.bytes * step.times, reverse=True)
+  largest_traffic = [_transfer(step) for step in by_traffic[:5]]
+  sizes = [len(computation.instructions) for computation in module.computations.values()]
   flops_of_step = facts['flops_per_token'] * facts['tokens_per_step']
   return {
-    'instructions': sum(len(c.instructions) for c in module.computations.values()),
+    'instructions': sum(sizes),
     'executed_instructions': sum(step.times for step in works),
     'useful_flops': flops_of_step // facts['chips'],
     'executed_flops': sum(step.flops * step.times for step in works),
     'collective_bytes': collectives.by_kind(sent),
     'largest_collective_in_loops': largest_in_loops,
     'hbm_traffic_bytes': hlo.total(works),
-    'largest_hbm_traffic': [_transfer(step) for step in by_traffic[:5]],
+    'largest_hbm_traffic': largest_traffic,
   }
 
 
@@ -236,7 +243,9 @@ def _summary(
 ) -> dict[str, Any]:
   """The times of parts and messages, their sums, and what follows from them."""
   communication = sum(seconds_by_axes.values())
-  seconds = [communication + sum(column) for column in zip(*parts.values(), strict=True)]
+  seconds = []
+  for column in zip(*parts.values(), strict=True):
+    seconds.append(communication + sum(column))
   tokens_per_chip = facts['tokens_per_step'] / facts['chips']
   rates = [tokens_per_chip / total for total in seconds]
   shares = [rate * facts['flops_per_token'] / chip.peak_flops for rate in rates]
@@ -300,7 +309,8 @@ def _memory_text(c: Mapping[str, Any]) -> str:
   if c['hbm_bytes']:
     memory += f' of {gib(c["hbm_bytes"])}'
   if c['fits'] is not None:
-    memory += ': fits' if c['fits'] else ': DOES NOT FIT'
+    verdict = 'fits' if c['fits'] else 'DOES NOT FIT'
+    memory += f': {verdict}'
   arguments = gib(c['argument_bytes'])
   temporaries = gib(c['temporary_bytes'])
   return f'{memory} (arguments {arguments}, temporaries {temporaries})'
@@ -310,7 +320,8 @@ def _sent_text(bytes_by_kind: Mapping[str, int], between: int) -> str:
   """The bytes by kind, and those of them that go between nodes or slices."""
   total = sum(bytes_by_kind.values())
   kinds = [f'{kind} {size / 1e9:.3g}' for kind, size in bytes_by_kind.items()]
-  sent = f'{total / 1e9:.3g} GB per chip and step ({", ".join(kinds) or "none"})'
+  listed = ', '.join(kinds) or 'none'
+  sent = f'{total / 1e9:.3g} GB per chip and step ({listed})'
   if between:
     sent += f', {between / 1e9:.3g} GB of it between nodes or slices'
   return sent
@@ -318,13 +329,18 @@ def _sent_text(bytes_by_kind: Mapping[str, int], between: int) -> str:
 
 def _estimate_texts(c: Mapping[str, Any]) -> dict[str, str]:
   """The lines about time; docs/performance.md explains the two times."""
-  seconds = _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.3g')
+  pair = (c['estimated_instruction_seconds'], c['estimated_cycles_seconds'])
+  seconds = _range(pair, '.3g')
   slow_first = c['estimated_tokens_per_second_per_chip'][::-1]
   rates = _range(slow_first, ',.0f')
   shares = _range(c['estimated_share_of_peak'][::-1], '.0%')
-  longest_first = sorted(
-    c['estimated_seconds_by_part'].items(), key=lambda item: item[1][1], reverse=True
-  )
+
+  def by_cycles(item):
+    _, (_, seconds_by_cycles) = item
+    return seconds_by_cycles
+
+  times_of_parts = c['estimated_seconds_by_part'].items()
+  longest_first = sorted(times_of_parts, key=by_cycles, reverse=True)
   parts = [f'{name} {_range(times, ".2g")}' for name, times in longest_first]
   by_axes = c['estimated_communication_seconds_by_axes']
   axes = [f'{name} {spent:.2g}' for name, spent in by_axes.items()]

@@ -121,7 +121,8 @@ def seconds(collective: Collective, network: Torus, link_bytes_per_second: float
     rate = 4 * axis_bytes_per_second / spans[longest]
     return collective.operand_bytes / rate
   most_first = sorted(links.values(), reverse=True)
-  used = most_first[: collective.dimensions or len(links)]
+  dimensions = collective.dimensions or len(links)
+  used = most_first[:dimensions]
   bytes_per_second = sum(used) * link_bytes_per_second
   return collective.bytes / bytes_per_second
 
@@ -153,10 +154,12 @@ def _busiest_link(pairs: np.ndarray, network: Torus) -> int:
   load = Counter()
   for source, target in pairs:
     place = network.places[source].tolist()
-    for axis, goal in enumerate(network.places[target].tolist()):
+    goals = network.places[target].tolist()
+    for axis, goal in enumerate(goals):
       step = _step_toward(goal, place[axis], axis, network)
       while place[axis] != goal:
-        load[(*place, axis, step)] += 1
+        link = (*place, axis, step)
+        load[link] += 1
         place[axis] += step
         if network.rings[axis]:
           place[axis] %= network.sides[axis]
@@ -171,7 +174,9 @@ def _step_toward(goal: int, place: int, axis: int, network: Torus) -> int:
     distance %= side
     if 2 * distance > side:
       return -1
-  return -1 if distance < 0 else 1
+  if distance < 0:
+    return -1
+  return 1
 
 
 def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
@@ -184,10 +189,14 @@ def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
     groups = _permuted_pairs(instruction)
   else:
     groups = replica_groups(instruction.attributes, partitions)
-  if kind == 'all-reduce' and instruction.computation.name.startswith('all-reduce-scatter'):
+  is_fused_scatter = instruction.computation.name.startswith('all-reduce-scatter')
+  if kind == 'all-reduce' and is_fused_scatter:
     # On TPUs a reduce-scatter is a fusion of this name: an all-reduce and a slice of its result.
     kind = 'reduce-scatter'
-  dimensions = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
+  found = instruction.find(r'"(?:emitter|strategy)":"[^"]*?(\d)D')
+  dimensions = None
+  if found:
+    dimensions = int(found)
   size = _operand_bytes(instruction)
   return Collective(
     kind=kind,
@@ -195,7 +204,7 @@ def _read(instruction: hlo.Instruction, partitions: int) -> Collective | None:
     bytes=_sent_bytes(kind, size, groups),
     groups=groups,
     source=instruction.op_name or instruction.name,
-    dimensions=int(dimensions) if dimensions else None,
+    dimensions=dimensions,
   )
 
 
@@ -206,7 +215,8 @@ def _read_send(instruction: hlo.Instruction) -> Collective | None:
     return None
   kind = transfer_type.lower().replace('_', '-')
   slices = instruction.find(_SLICES) or '0,1'  # a permutation names none
-  groups = np.arange(len(slices.split(',')))[None]
+  count = len(slices.split(','))
+  groups = np.arange(count)[None]
   size = _operand_bytes(instruction)
   return Collective(
     kind=f'{kind} between slices',
@@ -219,7 +229,11 @@ def _read_send(instruction: hlo.Instruction) -> Collective | None:
 
 
 def _operand_bytes(instruction: hlo.Instruction) -> int:
-  return sum(array.bytes for operand in instruction.operands for array in operand.arrays)
+  total = 0
+  for operand in instruction.operands:
+    for array in operand.arrays:
+      total += array.bytes
+  return total
 
 
 def _permuted_pairs(instruction: hlo.Instruction) -> np.ndarray:
@@ -276,14 +290,17 @@ def replica_groups(attributes: str, partitions: int) -> np.ndarray:
   axes, dims, order, group_axes = mesh.groups()
   named_sizes = re.findall(r"'([^']+)'=(\d+)", axes)
   sizes = {name: int(size) for name, size in named_sizes}
-  shape = hlo.integers(dims) if dims else tuple(sizes.values())
+  shape = tuple(sizes.values())
+  if dims:
+    shape = hlo.integers(dims)
   numbers = _in_order(shape, order)
   return _groups_over_axes(numbers, sizes, group_axes)
 
 
 def _in_order(shape: tuple[int, ...], order: str | None) -> np.ndarray:
   """The numbers from 0 on, reshaped, transposed if `order` is given, and flattened."""
-  numbers = np.arange(math.prod(shape)).reshape(shape)
+  count = math.prod(shape)
+  numbers = np.arange(count).reshape(shape)
   if order:
     numbers = numbers.transpose(hlo.integers(order))
   return numbers.reshape(-1)
@@ -300,7 +317,8 @@ def _groups_over_axes(devices: np.ndarray, sizes: Mapping[str, int], axes: str) 
     for part_name, factor_before, factor in parts:
       if part_name == name:
         count = int(factor or size)
-        step = stride // (int(factor_before or 1) * count)
+        before = int(factor_before or 1)
+        step = stride // (before * count)
         index = places // step % count
         first = first - step * index
         n *= count

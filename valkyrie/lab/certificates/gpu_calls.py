@@ -28,28 +28,36 @@ def flops_of(call: Instruction) -> int:
     return _attention_flops(call)
   contracted = call.find(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
   left = call.operands[0].arrays[0].dims
+  out = call.arrays[0].dims
   depth = math.prod(left[dimension] for dimension in hlo.integers(contracted))
-  return 2 * math.prod(call.arrays[0].dims) * depth
+  return 2 * math.prod(out) * depth
 
 
 def results_of(call: Instruction) -> Arrays:
   """The arrays that a call writes, without the bytes in which it works."""
   last = call.arrays[-1]
-  is_workspace = len(call.arrays) > 1 and last.bits == 8 and len(last.dims) == 1
-  return call.arrays[:-1] if is_workspace else call.arrays
+  is_of_bytes = last.bits == 8 and len(last.dims) == 1
+  if is_of_bytes and len(call.arrays) > 1:
+    return call.arrays[:-1]
+  return call.arrays
 
 
 def _attention_flops(call: Instruction) -> int:
   logits = call.find(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
   *batch, queries, keys = hlo.integers(logits)
-  window = int(call.find(r'"sliding_window_length":\s*"?(\d+)') or 0)
+  window_text = call.find(r'"sliding_window_length":\s*"?(\d+)')
+  window = int(window_text or 0)
   is_causal = re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', call.attributes) is not None
   pairs = queries * keys
   if window and window < keys:
     pairs = queries * window
   elif is_causal:
-    pairs = queries * (queries + 1) // 2 + queries * max(keys - queries, 0)
+    triangle = queries * (queries + 1) // 2
+    keys_before = max(keys - queries, 0)
+    pairs = triangle + queries * keys_before
   width = call.operands[0].arrays[0].dims[-1]
-  is_backward = 'Backward"' in call.attributes
-  products = _PRODUCTS_BACKWARD if is_backward else _PRODUCTS_FORWARD
-  return products * 2 * math.prod(batch) * pairs * width
+  products = _PRODUCTS_FORWARD
+  if 'Backward"' in call.attributes:
+    products = _PRODUCTS_BACKWARD
+  flops_of_product = 2 * math.prod(batch) * pairs * width
+  return products * flops_of_product

@@ -79,7 +79,8 @@ class Nodes(NamedTuple):
 
 def names_gpus(topology: str) -> bool:
   """Whether a topology is meant to name GPUs: it contains the letters and digits of one."""
-  return any(chip in topology.lower() for chip in GPUS)
+  name = topology.lower()
+  return any(chip in name for chip in GPUS)
 
 
 def parse(name: str) -> Nodes:
@@ -141,7 +142,8 @@ def _target_config(nodes: Nodes) -> str:
     'device_memory_size': nodes.gpu.hbm_bytes,
     **target,
   }
-  lines = ' '.join(f'{field}: {value}' for field, value in fields.items())
+  texts = [f'{field}: {value}' for field, value in fields.items()]
+  lines = ' '.join(texts)
   return (
     f'gpu_device_info {{ {lines} cuda_compute_capability {{ major: {major} }} }}\n'
     'platform_name: "CUDA"\n'
@@ -169,12 +171,14 @@ def message_seconds(
   bytes_between = 0.0
   for collective in sent:
     group_nodes = node_of[collective.groups]
-    is_between = bool((group_nodes != group_nodes[:, :1]).any())
+    differs = group_nodes != group_nodes[:, :1]
+    is_between = bool(differs.any())
     rate = nodes.gpu.nvlink_bytes_per_second
     moved = collective.bytes * collective.times
     if is_between:
       bytes_between += moved
-      in_a_node = int((group_nodes[0] == group_nodes[0, 0]).sum())
+      is_in_first_node = group_nodes[0] == group_nodes[0, 0]
+      in_a_node = int(is_in_first_node.sum())
       if collective.kind == 'collective-permute':
         in_a_node = 1
       rate = min(rate, in_a_node * network_rate)

@@ -7,7 +7,6 @@ its grammar that is necessary to follow data through loops and to count the iter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 import re
@@ -66,7 +65,9 @@ class Instruction:
   def find(self, pattern: str) -> str:
     """The first group of a regular expression in the attributes, or ''."""
     match = re.search(pattern, self.attributes)
-    return match.group(1) if match else ''
+    if match is None:
+      return ''
+    return match.group(1)
 
   def called(self, *attributes: str) -> list['Computation']:
     """The computations of attributes such as body=%x or branch_computations={%a, %b}."""
@@ -126,7 +127,9 @@ def parse(text: str) -> Module:
   if entry is None:
     raise ValueError('The text has no ENTRY computation.')
   partitions = re.match(r'.*num_partitions=(\d+)', text)
-  count = int(partitions.group(1)) if partitions else 1
+  count = 1
+  if partitions:
+    count = int(partitions.group(1))
   return Module(entry, computations, count)
 
 
@@ -141,10 +144,11 @@ def _add(computation: Computation, line: str) -> None:
     raise ValueError(f'Expected an instruction, found {line[:200]!r}.')
   operand_names = re.findall(r'%([\w.-]+)', inside)
   operands = [computation.instructions[operand] for operand in operand_names]
+  array_shapes = [_array(*array) for array in arrays]
   instruction = Instruction(
     computation=computation,
     name=name,
-    arrays=tuple(_array(*array) for array in arrays),
+    arrays=tuple(array_shapes),
     opcode=opcode,
     operands=operands,
     literal=inside,
@@ -162,22 +166,29 @@ def _add(computation: Computation, line: str) -> None:
 @functools.cache
 def _array(dtype: str, bits: str, dims: str, layout: str) -> ArrayShape:
   order, _, rest = layout[1:-1].partition(':')
-  tile = re.match(r'T\(([\d,]+)\)', rest)
-  space = re.search(r'S\((\d+)\)', rest)
+  tile_match = re.match(r'T\(([\d,]+)\)', rest)
+  tile = ()
+  if tile_match:
+    tile = integers(tile_match[1])
+  space_match = re.search(r'S\((\d+)\)', rest)
+  space = 0
+  if space_match:
+    space = int(space_match[1])
   sizes = integers(dims)
   row_major = tuple(reversed(range(len(sizes))))
   return ArrayShape(
     bits=int(bits or _BITS[dtype]),
     dims=sizes,
     minor_to_major=integers(order) or row_major,
-    tile=integers(tile[1]) if tile else (),
-    space=int(space[1]) if space else 0,
+    tile=tile,
+    space=space,
   )
 
 
 def integers(text: str) -> tuple[int, ...]:
   """The integers in a text such as '8,<=128'."""
-  return tuple(map(int, re.findall(r'\d+', text)))
+  numbers = re.findall(r'\d+', text)
+  return tuple(map(int, numbers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +219,10 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
 
   @functools.cache
   def in_computation(computation: Computation) -> list[_Transfer]:
-    instructions = computation.instructions.values()
-    return list(itertools.chain.from_iterable(map(in_instruction, instructions)))
+    found = []
+    for instruction in computation.instructions.values():
+      found.extend(in_instruction(instruction))
+    return found
 
   def in_instruction(instruction: Instruction) -> Iterator[_Transfer]:
     if instruction.opcode == 'while':
@@ -234,7 +247,8 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
       trips = 1
     for computation in loop.called('body', 'condition'):
       for transfer in in_computation(computation):
-        yield dataclasses.replace(transfer, times=transfer.times * trips, in_loop=True)
+        times = transfer.times * trips
+        yield dataclasses.replace(transfer, times=times, in_loop=True)
 
   return in_computation(module.entry)
 
@@ -272,18 +286,20 @@ def trip_count(loop: Instruction) -> int | None:
       return None
     if not goes_on:
       return trips
-    carry = functools.cache(functools.partial(_evaluate, body.root, (carry,)))
+    next_carry = functools.partial(_evaluate, body.root, (carry,))
+    carry = functools.cache(next_carry)
   return None
 
 
 def _evaluate(instruction: Instruction, arguments: Sequence[Callable[[], Any]]) -> Any:
   """A number, or the functions that return the elements of a tuple; None if it is unknown."""
-  operands = [
-    functools.cache(functools.partial(_evaluate, operand, arguments))
-    for operand in instruction.operands
-  ]
+  operands = []
+  for operand in instruction.operands:
+    evaluated = functools.partial(_evaluate, operand, arguments)
+    operands.append(functools.cache(evaluated))
   opcode = instruction.opcode
-  operation = _OPERATIONS.get(instruction.find(r'direction=(\w\w)') or opcode)
+  direction = instruction.find(r'direction=(\w\w)')
+  operation = _OPERATIONS.get(direction or opcode)
   value = None
   if opcode in _SAME_VALUE:
     value = operands[0]()
@@ -295,7 +311,8 @@ def _evaluate(instruction: Instruction, arguments: Sequence[Callable[[], Any]]) 
       index = int(instruction.find(r'index=(\d+)'))
       value = elements[index]()
   elif opcode == 'parameter' and arguments:
-    value = arguments[int(instruction.literal)]()
+    number = int(instruction.literal)
+    value = arguments[number]()
   elif opcode == 'fusion':
     (inner,) = instruction.called('calls')
     value = _evaluate(inner.root, operands)

@@ -78,22 +78,29 @@ def parse(name: str) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _listed(chip: str, shapes: Sequence[tuple[int, ...]]) -> str:
-  return ', '.join(f'{_name(chip, shape)} ({math.prod(shape)} chips)' for shape in shapes)
+  described = []
+  for shape in shapes:
+    chips = math.prod(shape)
+    described.append(f'{_name(chip, shape)} ({chips} chips)')
+  return ', '.join(described)
 
 
 def _exists(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> bool:
   """Whether there is such a slice; in three dimensions, the first two sides have to be even."""
-  if len(sides) == 3 and (sides[0] % 2 or sides[1] % 2):
+  are_three = len(sides) == 3
+  if are_three and (sides[0] % 2 or sides[1] % 2):
     return False
   return tuple(sorted(sides)) in shapes
 
 
 def _nearest(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
   """The three shapes whose numbers of chips differ from the asked one by the smallest factors."""
-  chips = math.log(max(math.prod(sides), 1))
+  chips = max(math.prod(sides), 1)
+  log_chips = math.log(chips)
 
   def distance(shape):
-    return abs(math.log(math.prod(shape)) - chips)
+    log_ratio = math.log(math.prod(shape)) - log_chips
+    return abs(log_ratio)
 
   return sorted(shapes, key=distance)[:3]
 
@@ -121,11 +128,14 @@ def devices(name: str) -> Sequence[Any]:
   jax.config.update('jax_platforms', 'cpu')
   from jax.experimental import topologies  # noqa: PLC0415, after the variables that it reads
 
+  chips_of_host = (2, 2, 1)
+  if chips == 1:
+    chips_of_host = (1, 1, 1)
   topology = topologies.get_topology_desc(
     platform='tpu',
     topology_name=f'{chip}:{_joined(sides)}',
     num_slices=slices,
-    chips_per_host_bounds=(1, 1, 1) if chips == 1 else (2, 2, 1),
+    chips_per_host_bounds=chips_of_host,
     **options,
   )
   return topology.devices
@@ -141,7 +151,8 @@ def wraps(chip: str, sides: Sequence[int]) -> tuple[bool, ...]:
   accelerator_to_spec_map.)
   """
   if TPUS[chip].axes == 3:
-    return (all(side % 4 == 0 for side in sides),) * len(sides)
+    is_torus = all(side % 4 == 0 for side in sides)
+    return (is_torus,) * len(sides)
   return tuple(side == 16 for side in sides)
 
 

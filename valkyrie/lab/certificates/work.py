@@ -68,7 +68,11 @@ class Work(hlo.Transfer):
 def list_work(module: hlo.Module) -> list[Work]:
   """All instructions with work; a conditional takes the branch that moves least."""
   works = hlo.transfers(module, _read)
-  return [work for work in works if work.bytes or work.flops or work.cycles]
+  with_work = []
+  for work in works:
+    if work.bytes or work.flops or work.cycles:
+      with_work.append(work)
+  return with_work
 
 
 def _read(instruction: hlo.Instruction) -> Work | None:
@@ -83,19 +87,21 @@ def _read(instruction: hlo.Instruction) -> Work | None:
     if splash:
       flops, bytes_again = _splash_work(instruction, *splash.groups())
       moved_bytes += bytes_again
+  cycles = _number(instruction, r'"estimated_cycles":"(\d+)"')
   return Work(
     bytes=moved_bytes,
     source=f'{instruction.op_name} {instruction.name}'.strip(),
     part=_part(instruction, flops),
     flops=flops,
     int8=_is_int8(instruction),
-    cycles=_number(instruction, r'"estimated_cycles":"(\d+)"'),
+    cycles=cycles,
   )
 
 
 def _number(instruction: hlo.Instruction, pattern: str) -> int:
   """The number that a pattern finds in the attributes; 0 without one."""
-  return int(instruction.find(pattern) or 0)
+  number = instruction.find(pattern)
+  return int(number or 0)
 
 
 def _is_kernel(instruction: hlo.Instruction) -> bool:
@@ -119,7 +125,8 @@ def _splash_work(
 
 def _part(instruction: hlo.Instruction, flops: int) -> str:
   opcode = instruction.opcode.removesuffix('-start')
-  if opcode in collectives.KINDS or opcode in ('send', 'recv'):
+  is_message = opcode in ('send', 'recv')
+  if is_message or opcode in collectives.KINDS:
     return 'communication'
   if _is_kernel(instruction):
     return 'kernels'
@@ -134,8 +141,9 @@ def _part(instruction: hlo.Instruction, flops: int) -> str:
 def _is_int8(instruction: hlo.Instruction) -> bool:
   if instruction.opcode == 'fusion':
     return any(map(_is_int8, _fused(instruction)))
-  is_product = instruction.opcode in _PRODUCT_OPCODES
-  return is_product and all(factor.arrays[0].bits == 8 for factor in instruction.operands)
+  if instruction.opcode not in _PRODUCT_OPCODES:
+    return False
+  return all(factor.arrays[0].bits == 8 for factor in instruction.operands)
 
 
 def _fused(fusion: hlo.Instruction) -> Iterable[hlo.Instruction]:
@@ -155,13 +163,16 @@ def seconds(works: Sequence[Work], chip: Chip, plain_cycles: float = 0.0) -> dic
   for work in works:
     if work.part == 'communication':
       continue
-    peak = chip.peak_int8 if work.int8 else chip.peak_flops
+    peak = chip.peak_flops
+    if work.int8:
+      peak = chip.peak_int8
     compute_seconds = work.flops / peak
     memory_seconds = work.bytes / chip.hbm_bytes_per_second
     by_roofline = max(compute_seconds, memory_seconds)
     by_cycles = work.cycles / chip.cycles_per_second
     if work.part == 'kernels':
-      by_cycles = work.flops * plain_cycles / chip.cycles_per_second or by_roofline
+      cycles = work.flops * plain_cycles
+      by_cycles = cycles / chip.cycles_per_second or by_roofline
     sums = parts.setdefault(work.part, [0.0, 0.0])
     sums[0] += work.times * by_roofline
     sums[1] += work.times * by_cycles
@@ -180,7 +191,8 @@ def flops_of(instruction: hlo.Instruction) -> int:
   out = instruction.arrays[0].dims
   if instruction.opcode == 'convolution':
     return 2 * _multiplications(instruction, left, right, out)
-  contracted = hlo.integers(instruction.find(r'lhs_contracting_dims=\{([\d,]*)\}'))
+  dimensions = instruction.find(r'lhs_contracting_dims=\{([\d,]*)\}')
+  contracted = hlo.integers(dimensions)
   depth = math.prod(left[dimension] for dimension in contracted)
   return 2 * math.prod(out) * depth
 
@@ -196,7 +208,8 @@ def _multiplications(instruction: hlo.Instruction, left: Dims, right: Dims, out:
   inputs = dict(zip(input_labels, left, strict=True))
   kernel = dict(zip(kernel_labels, right, strict=True))
   outputs = dict(zip(output_labels, out, strict=True))
-  groups = int(instruction.find(r'batch_group_count=(\d+)') or 1)
+  group_count = instruction.find(r'batch_group_count=(\d+)')
+  groups = int(group_count or 1)
   results = outputs['b'] * outputs['f']
   count = results * kernel['i'] // groups
   # `window={size=2x3 stride=1x2 pad=0_0x1_1}` as {'size': ['2', '3'], ...}.
@@ -249,17 +262,20 @@ def bytes_of(instruction: hlo.Instruction) -> int:
       moved = _bytes_of_slice(operands[0], results[1:2])
     case opcode if opcode.endswith('-start'):  # repeats the operands; the largest part is new
       read = sum(map(_in_hbm, operands))
-      written = max(_in_hbm([array]) for array in results)
+      sizes = [_in_hbm([array]) for array in results]
+      written = max(sizes)
       moved = read + written
     case _:
-      moved = sum(map(_in_hbm, operands)) + _in_hbm(results)
+      read = sum(map(_in_hbm, operands))
+      moved = read + _in_hbm(results)
   return moved
 
 
 def _is_free(instruction: hlo.Instruction) -> bool:
   opcode = instruction.opcode
   if opcode == 'custom-call':
-    return any(call in instruction.attributes for call in _FREE_CALLS)
+    is_free = [call in instruction.attributes for call in _FREE_CALLS]
+    return any(is_free)
   return opcode in _FREE or opcode.endswith('-done')
 
 
@@ -294,7 +310,8 @@ def _size(arrays: Iterable[hlo.ArrayShape]) -> int:
 
 def _in_hbm(arrays: Iterable[hlo.ArrayShape]) -> int:
   """Bytes of the arrays in HBM."""
-  return _size(array for array in arrays if array.space == 0)
+  arrays_in_hbm = [array for array in arrays if array.space == 0]
+  return _size(arrays_in_hbm)
 
 
 def _read_inside(value: hlo.Instruction) -> int:
@@ -310,8 +327,9 @@ def _read_inside(value: hlo.Instruction) -> int:
       continue  # updated in place
     elif user.opcode == 'fusion':
       (inner,) = user.called('calls')
-      places = [number for number, operand in enumerate(user.operands) if operand is value]
-      read += sum(_read_inside(inner.parameters[number]) for number in places)
+      for number, operand in enumerate(user.operands):
+        if operand is value:
+          read += _read_inside(inner.parameters[number])
     elif user.opcode != 'tuple':
       return whole
   return min(read, whole)
@@ -325,7 +343,8 @@ def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
   arrays = iter(results)
   total = 0
   for value in values:
-    written = _in_hbm(itertools.islice(arrays, len(value.arrays)))
+    arrays_of_value = itertools.islice(arrays, len(value.arrays))
+    written = _in_hbm(arrays_of_value)
     source = value
     while source.opcode in _SAME_BYTES:
       source = source.operands[0]

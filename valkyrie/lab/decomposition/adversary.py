@@ -92,7 +92,8 @@ class Adversary(Stochastic):
         shared = (rows, tokens)
     zeros = {}
     for path, site in sites.items():
-      zeros[path] = jnp.zeros((*shared, site.layers, site.components + 1))
+      shape = (*shared, site.layers, site.components + 1)
+      zeros[path] = jnp.zeros(shape)
     attack = Attack(zeros, zeros, zeros, jnp.zeros((), jnp.int32))
     return self.restarted(attack, seed, jnp.zeros((), jnp.int32))
 
@@ -101,7 +102,8 @@ class Adversary(Stochastic):
 
     drawn = {}
     for path, source in attack.sources.items():
-      key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
+      key_of_run = jax.random.key(seed)
+      key = jax.random.fold_in(key_of_run, zlib.crc32(path.encode()))
       key = jax.random.fold_in(key, step)
       drawn[path] = jax.random.uniform(key, source.shape)
     return attack._replace(sources=drawn)
@@ -125,7 +127,8 @@ class Adversary(Stochastic):
     def move(r, g):
       return jnp.clip(r + self.rate * jnp.sign(g), 0, 1)
 
-    return attack._replace(sources=jax.tree.map(move, attack.sources, gradient))
+    sources = jax.tree.map(move, attack.sources, gradient)
+    return attack._replace(sources=sources)
 
   def _ascend_by_adam(self, attack: Attack, step: Array, gradient: Sources) -> Attack:
     def next_mean(m, g):
@@ -164,7 +167,8 @@ class Adversary(Stochastic):
       return attack
 
     def ascend_once(attack, _):
-      return self.ascend(attack, step, gradient_of(attack.sources)), None
+      gradient = gradient_of(attack.sources)
+      return self.ascend(attack, step, gradient), None
 
     attack, _ = lax.scan(ascend_once, attack, None, length=self.ascents)
     return attack

@@ -93,17 +93,21 @@ class ChunkReading:
     """(The summed divergence of a loss, the mean over its passes; the carries of the passes)."""
     sources = None
     if isinstance(loss, Adversary):
-      sources = loss.spread(sources_of(str(number), self._arrays), self._tokens)
+      given_sources = sources_of(str(number), self._arrays)
+      sources = loss.spread(given_sources, self._tokens)
     passes = [*loss.masks(number, self.low, self._sites, self._tokens, sources)]
     carries = self.before.passes[number]  # none with the memory 'clean'
     size = self._chunk.model.about.vocabulary_size
     total = jnp.zeros(())
     carries_after = []
     for index, given in enumerate(passes):
-      carry = carries[index] if carries else self._chunk.before
+      carry = self._chunk.before
+      if carries:
+        carry = carries[index]
       features, after = masked(self._chunk, given, carry)
       divergence = divergences(self._chunk.features, features, size)
-      total += jnp.sum(self._weights * divergence) / len(passes)
+      weighted = jnp.sum(self._weights * divergence)
+      total += weighted / len(passes)
       if carries:
         carries_after.append(after)
     return total, carries_after
@@ -174,7 +178,8 @@ class AttackedTerm(Term):
     total, carries = read.reconstruction(number, adversary)
     passes = [*read.before.passes]
     passes[number] = carries
-    return Part(total / chunk.total, {}, read.after._replace(passes=passes))
+    after = read.after._replace(passes=passes)
+    return Part(total / chunk.total, {}, after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +193,9 @@ class MeanImportance(Term):
 
   def __call__(self, chunk: Chunk) -> Part:
     read = ChunkReading(self.settings, chunk)
-    sums = {FREQUENCY + path: power for path, power in read.powers.items()}
+    sums = {}
+    for path, power in read.powers.items():
+      sums[FREQUENCY + path] = power
     return Part(jnp.zeros(()), sums, read.after)
 
 
@@ -205,4 +212,9 @@ def named_sources(number: str, sources: Mapping[str, Array]) -> dict[str, Array]
 def sources_of(number: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
   """The sources of an adversary by path, from the arrays of a step."""
   prefix = f'{number} '
-  return {name.removeprefix(prefix): r for name, r in arrays.items() if name.startswith(prefix)}
+  sources = {}
+  for name, r in arrays.items():
+    if name.startswith(prefix):
+      path = name.removeprefix(prefix)
+      sources[path] = r
+  return sources

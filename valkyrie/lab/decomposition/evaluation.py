@@ -59,14 +59,16 @@ def with_memory(
   """Adds the importance functions, and the carries of the masked passes, made of a fresh carry."""
 
   def initial_carry(rows):
-    carry_of_pass = {'model': model.initial_carry(rows)['model']}
+    carries = model.initial_carry(rows)
+    carry_of_pass = {'model': carries['model']}
     return Memory(
       place=draws.start(rows),
       importance=functions.initial_carry(rows, model.about.compute_dtype),
       passes=passes(carry_of_pass),
     )
 
-  return model.extended(name, *functions.created(sites_of(model.parameters())), initial_carry)
+  init, parameters = functions.created(sites_of(model.parameters()))
+  return model.extended(name, init, parameters, initial_carry)
 
 
 @may_change_on_resume()
@@ -116,11 +118,13 @@ class ComponentScores(Term):
     """All sums of a chunk."""
     sites = sites_of(chunk.model.parameters())
     before: Memory = chunk.before[self.name]
-    numbers, place = draws.tokens(before.place, chunk.batch.inputs.shape[1])
+    time = chunk.batch.inputs.shape[1]
+    numbers, place = draws.tokens(before.place, time)
     low, importance_carry = self.importances(
       chunk.model, chunk.params, chunk.features, before.importance, chunk.batch
     )
-    read = _Read(chunk, sites, low, Tokens(self.seed, place.row, numbers))
+    tokens = Tokens(self.seed, place.row, numbers)
+    read = _Read(chunk, sites, low, tokens)
     clean = {'model': chunk.before['model']}
     *carries, last = before.passes or [clean] * (len(MASKINGS) + 1)
     by_masking, carries = self._under_maskings(read, carries)
@@ -150,7 +154,9 @@ class ComponentScores(Term):
       active = (g > self.threshold).astype(g.dtype)
       sums[f'importance/{path}'] = jnp.einsum('lbtc,bt->lc', g, real)
       sums[f'active/{path}'] = jnp.einsum('lbtc,bt->lc', active, real)
-    passes = [*carries, last] if before.passes else []
+    passes = []
+    if before.passes:
+      passes = [*carries, last]
     return Part(jnp.zeros(()), sums, Memory(place, importance_carry, passes))
 
   def _under_maskings(
@@ -190,10 +196,12 @@ class ComponentScores(Term):
     def gradient_of(sources: Sources):
       gradient, _ = jax.grad(attack, has_aux=True)(sources)
       # Inside a `shard_map` each device has the gradient of its own tokens.
-      return lax.psum(gradient, jax.sharding.get_abstract_mesh().manual_axes)
+      manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+      return lax.psum(gradient, manual_axes)
 
     start = adversary.start(read.sites, 1, 1, self.seed)
-    ascended = adversary.ascended(start, jnp.zeros((), jnp.int32), gradient_of)
+    first_step = jnp.zeros((), jnp.int32)
+    ascended = adversary.ascended(start, first_step, gradient_of)
     return attack(ascended.sources)
 
   def metrics(self, model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
@@ -236,13 +244,15 @@ def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
     all_shares.append(shares.ravel())
     all_means.append(means.ravel())
   shares = np.concatenate(all_shares)
-  is_alive = np.concatenate(all_means) > ALIVE
+  all_means_together = np.concatenate(all_means)
+  is_alive = all_means_together > ALIVE
   is_ever_active = shares > 0
   alive = is_alive.sum()
   metrics['active'] = float(shares.sum())
   metrics['alive'] = float(alive)
   metrics['ever_active'] = float(is_ever_active.sum())
-  metrics['density'] = _mean(shares[is_alive].sum(), alive)
+  shares_of_alive = shares[is_alive]
+  metrics['density'] = _mean(shares_of_alive.sum(), alive)
   return metrics
 
 
@@ -313,11 +323,14 @@ def _site_masks(number: Array, threshold: float, low: Array, r: Array, stochasti
   drawn = r[..., :-1]
 
   def rounded(g):
-    return (g > threshold).astype(g.dtype)
+    is_active = g > threshold
+    return is_active.astype(g.dtype)
 
   def shuffled(g):
-    count = (g > threshold).sum(-1, keepdims=True)
-    return smallest(drawn, count).astype(g.dtype)
+    is_active = g > threshold
+    count = is_active.sum(-1, keepdims=True)
+    is_chosen = smallest(drawn, count)
+    return is_chosen.astype(g.dtype)
 
   functions = {
     'unmasked': jnp.ones_like,
@@ -328,8 +341,10 @@ def _site_masks(number: Array, threshold: float, low: Array, r: Array, stochasti
     'zero': jnp.zeros_like,
     'shuffled': shuffled,
   }
-  components = lax.switch(number, [functions[name] for name in MASKINGS], low)
-  delta = jnp.where(number == MASKINGS.index('stochastic'), stochastic.delta, 0)
+  by_number = [functions[name] for name in MASKINGS]
+  components = lax.switch(number, by_number, low)
+  is_stochastic = number == MASKINGS.index('stochastic')
+  delta = jnp.where(is_stochastic, stochastic.delta, 0)
   return Masks(components, delta, stochastic.route)
 
 

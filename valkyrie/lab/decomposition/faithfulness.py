@@ -20,7 +20,8 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
     w = lax.stop_gradient(site.target(params))
     v, u = site.factors(params)
     # One layer after the other: a device of a split model holds V U of one layer at a time.
-    total += jnp.sum(lax.map(_layer_distance, (w, v, u)))
+    distances = lax.map(_layer_distance, (w, v, u))
+    total += jnp.sum(distances)
     count += site.layers * site.d_in * site.d_out
   return total / float(count)  # an int32 could not hold the count
 
@@ -29,7 +30,8 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
 def _layer_distance(matrices: tuple[Array, Array, Array]) -> Array:
   """The sum of (W - V U)² of one layer."""
   w, v, u = matrices
-  return jnp.sum(jnp.square(w - v @ u))
+  difference = w - v @ u
+  return jnp.sum(jnp.square(difference))
 
 
 def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float) -> Params:
@@ -38,14 +40,17 @@ def faithful(params: Params, sites: Mapping[str, Site], steps: int, rate: float)
   factors, rest = hk.data_structures.partition(_is_factor, params)
 
   def loss(factors):
-    return unfaithfulness(hk.data_structures.merge(factors, rest), sites)
+    params = hk.data_structures.merge(factors, rest)
+    return unfaithfulness(params, sites)
 
   def step(_, carry):
     factors, state = carry
-    updates, state = optimizer.update(jax.grad(loss)(factors), state)
+    gradient = jax.grad(loss)(factors)
+    updates, state = optimizer.update(gradient, state)
     return optax.apply_updates(factors, updates), state
 
-  factors, _ = lax.fori_loop(0, steps, step, (factors, optimizer.init(factors)))
+  first_state = optimizer.init(factors)
+  factors, _ = lax.fori_loop(0, steps, step, (factors, first_state))
   return hk.data_structures.merge(factors, rest)
 
 

@@ -110,7 +110,8 @@ class _Nets:
     def init(rng):
       params = {}
       for name, (shape, deviation) in shapes.items():
-        key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
+        seed = zlib.crc32(name.encode())
+        key = jax.random.fold_in(rng, seed)
         params[name] = deviation * jax.random.normal(key, shape, jnp.float32)
       return {NETS: params}
 
@@ -118,7 +119,8 @@ class _Nets:
       declared = {}
       for name, (shape, _) in shapes.items():
         struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-        declared[name] = Parameter(struct, (None,) * len(shape), None)
+        axes = (None,) * len(shape)
+        declared[name] = Parameter(struct, axes, None)
       return {NETS: declared}
 
     return init, parameters
@@ -163,7 +165,8 @@ class PerComponent(_Nets):
     }
 
   def _logits(self, params, x, v):
-    inner = jnp.einsum('lbtd,ldc->lbtc', x, v().astype(x.dtype))
+    factor = v().astype(x.dtype)
+    inner = jnp.einsum('lbtd,ldc->lbtc', x, factor)
     w1 = params['w1'][:, None, None]
     b1 = params['b1'][:, None, None]
     b2 = params['b2'][:, None, None]
@@ -189,10 +192,13 @@ class Shared(_Nets):
     }
 
   def _logits(self, params, x, v):
-    inner = jnp.einsum('lbtd,ldh->lbth', x, params['w1'].astype(x.dtype))
-    hidden = jax.nn.gelu(inner + params['b1'][:, None, None], approximate=False)
+    w1 = params['w1'].astype(x.dtype)
+    b1 = params['b1'][:, None, None]
+    b2 = params['b2'][:, None, None]
+    inner = jnp.einsum('lbtd,ldh->lbth', x, w1)
+    hidden = jax.nn.gelu(inner + b1, approximate=False)
     out = jnp.einsum('lbth,lhc->lbtc', hidden, params['w2'])
-    return out + params['b2'][:, None, None]
+    return out + b2
 
 
 class _Stack(hk.Module):
@@ -242,17 +248,19 @@ class Blocks:
       )
 
   def _stack(self, sites: Sites) -> _Stack:
-    logits = sum(site.layers * site.components for site in sites.values())
+    counts = [site.layers * site.components for site in sites.values()]
+    logits = sum(counts)
     return _Stack(self.width, self.pattern, logits)
 
   def created(self, sites):
     def read_a_token():
-      inputs = sum(site.layers * site.d_in for site in sites.values())
+      widths = [site.layers * site.d_in for site in sites.values()]
       stack = self._stack(sites)
       carry = stack.initial_carry(1, jnp.float32)
       one = jnp.ones((1, 1), jnp.int32)
       batch = Batch(one, one, jnp.ones((1, 1)), one, one)
-      stack(jnp.zeros((1, 1, inputs)), carry, batch)
+      x = jnp.zeros((1, 1, sum(widths)))
+      stack(x, carry, batch)
 
     return created(read_a_token)
 
@@ -261,7 +269,8 @@ class Blocks:
     return make.apply({}, None)
 
   def __call__(self, params, sites, inputs, carry, batch):
-    x = jnp.concatenate([_flat(inputs[path]) for path in sites], axis=-1)
+    inputs_of_sites = [_flat(inputs[path]) for path in sites]
+    x = jnp.concatenate(inputs_of_sites, axis=-1)
     read = hk.transform(lambda: self._stack(sites)(x, carry, batch))
     all_logits, after = read.apply(params, None)
     z = {}
