@@ -38,25 +38,33 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
   devices = current_devices()
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
-  fixed = math.prod(size for size in sizes if size != -1)
+  given_sizes = [size for size in sizes if size != -1]
+  fixed = math.prod(given_sizes)
   if sizes == [1] * len(sizes):
     devices = devices[:1]
-  present = len({getattr(device, 'slice_index', 0) for device in devices})
-  if slices != present > 1 and (slices > 1 or devices[0].platform == 'tpu'):
+  first = devices[0]
+  slices_of_devices = {getattr(device, 'slice_index', 0) for device in devices}
+  present = len(slices_of_devices)
+  have_slices = slices > 1 or first.platform == 'tpu'
+  if have_slices and slices != present > 1:
     raise ConfigurationError(
       f'The devices belong to {present} slices, but Partitioner.slices = {slices}. Set it to '
       f'{present}.'
     )
-  if sizes.count(-1) == 1 and len(devices) % fixed == 0:
-    sizes[sizes.index(-1)] = len(devices) // fixed
-  if math.prod(sizes) != len(devices) or -1 in sizes:
-    wanted = ' x '.join(f'{name}={size}' for name, size in axes)
+  has_one_open = sizes.count(-1) == 1
+  if has_one_open and len(devices) % fixed == 0:
+    open_axis = sizes.index(-1)
+    sizes[open_axis] = len(devices) // fixed
+  takes_all = math.prod(sizes) == len(devices)
+  if -1 in sizes or not takes_all:
+    axis_texts = [f'{name}={size}' for name, size in axes]
+    wanted = ' x '.join(axis_texts)
     number = f'{fixed}'
     if -1 in sizes:
       number = f'a multiple of {fixed}'
     raise ConfigurationError(
       f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
-      f'({devices[0].device_kind}). Run on {number} devices{_slice_of(devices[0], fixed)}. '
+      f'({first.device_kind}). Run on {number} devices{_slice_of(first, fixed)}. '
       '--run_mode=precompile with a TPU slice by its sides, such as --topology=v4:4x4x2, or with '
       'nodes of GPUs, such as --topology=4xh100:8, estimates the memory and the time of a step on '
       'chips that are not here. A model that fits one device takes '
@@ -64,8 +72,9 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
     )
   # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
   if slices == present > 1:
-    in_a_slice = [1, *sizes[1:]]
-    over_slices = [slices] + [1] * (len(sizes) - 1)
+    sizes_in_slice = sizes[1:]
+    in_a_slice = [1, *sizes_in_slice]
+    over_slices = [slices] + [1] * len(sizes_in_slice)
     array = mesh_utils.create_hybrid_device_mesh(
       in_a_slice, over_slices, devices, allow_split_physical_axes=True
     )
@@ -93,8 +102,11 @@ def _check_axes(axes: Any) -> None:
         return size == -1 or size >= 1
     return False
 
-  is_mesh = isinstance(axes, tuple | list) and all(is_axis(axis) for axis in axes)
-  if not is_mesh or len({name for name, _ in axes}) < len(axes):
+  is_mesh = isinstance(axes, tuple | list) and all(map(is_axis, axes))
+  if is_mesh:
+    names = {name for name, _ in axes}
+    is_mesh = len(names) == len(axes)
+  if not is_mesh:
     raise ConfigurationError(
       f'Partitioner.mesh = {axes!r} is not a mesh. Give each axis a unique name and a size, which '
       "is at least 1, or -1 for all remaining devices; for example (('data', -1),)."

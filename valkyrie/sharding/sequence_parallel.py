@@ -78,7 +78,8 @@ def all_gather(tree: T) -> T:
   dtypes = dict.fromkeys(x.dtype for x in leaves)
   gathered = {}  # by dtype, the leaves of all devices
   for dtype in dtypes:
-    flat, unravel = ravel_pytree([x for x in leaves if x.dtype == dtype])
+    of_dtype = [x for x in leaves if x.dtype == dtype]
+    flat, unravel = ravel_pytree(of_dtype)
     of_devices = lax.all_gather(flat, axes())
     gathered[dtype] = iter(jax.vmap(unravel)(of_devices))
   return structure.unflatten(next(gathered[x.dtype]) for x in leaves)
@@ -98,7 +99,8 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T
   def pick(x):
     return lax.dynamic_index_in_dim(x, left, keepdims=False)
 
-  before = select_first(first, jax.tree.map(pick, composed))
+  of_left = jax.tree.map(pick, composed)
+  before = select_first(first, of_left)
   return before, jax.tree.map(lambda x: x[-1], composed)
 
 

@@ -245,7 +245,8 @@ def _draw(
     grid = np.full((len(rows), len(columns)), np.nan)
     for i, depth in enumerate(rows):
       for j, length in enumerate(columns):
-        grid[i, j] = scores.get(_Cell(name, length, depth, cut), np.nan)
+        cell = _Cell(name, length, depth, cut)
+        grid[i, j] = scores.get(cell, np.nan)
     title = f'{cut} cut'
     if cut is None:
       title = 'memory'

@@ -192,7 +192,10 @@ def _largest(
       size = np.linalg.norm(value) + 1e-300
       difference = np.linalg.norm(numbers[name] - value)
       deviations[name] = float(difference / size)
-      effects = [np.linalg.norm(spread[name]) for spread in spreads if name in spread]
+      effects = []
+      for spread in spreads:
+        if name in spread:
+          effects.append(np.linalg.norm(spread[name]))
       roundings[name] = float(max(effects) / size)
   # The spread of a single number may be small by chance, but not much below all other spreads.
   all_roundings = list(roundings.values())
