@@ -146,15 +146,15 @@ def check(
   has_validation = VALIDATION in files.splits
   if not changes and had_validation != has_validation:
     changes = 'files of the split validation came or went, which say what is held out'
-  is_of_other_package = ':' in information['task']
-  if not changes and 'split' not in recorded and not is_of_other_package:
-    source = information['source']
-    _check_names(path, recorded, source.get('location'), rebuild)
   if changes:
     raise DataError(
       f'The token store {path} was made from other files than {files} has now '
       f'({changes}). To make it again from these, {rebuild}'
     )
+  is_of_other_package = ':' in information['task']
+  if 'split' not in recorded and not is_of_other_package:
+    source = information['source']
+    _check_names(path, recorded, source.get('location'), rebuild)
   if _was_edited(information):
     logging.warning(
       'The module of the task of the token store %s was edited after the store was built. If the '
