@@ -81,7 +81,7 @@ def storage_errors(
     reason = reason_of(error)
     file = getattr(error, 'filename', None)
     # A path of `held_folder.place` tells a user nothing: the message names the file.
-    path = str(file or '')
+    path = str(file)
     is_named = path in message or path.startswith('/proc/self/fd/')
     if file is not None and not is_named:
       reason += f' ({file})'

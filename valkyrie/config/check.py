@@ -147,8 +147,10 @@ def check_references(effective: Effective) -> None:
         raise ConfigurationError(
           f'{where} was not recorded, since it is a secret. Pass {FLAG}{name}=VALUE.'
         )
-    names_itself = name in parse.macros_in(statement.parsed.value, macros)
-    if statement.is_macro and names_itself:
+    if not statement.is_macro:
+      continue
+    used = parse.macros_in(statement.parsed.value, macros)
+    if name in used:
       raise ConfigurationError(f'{where}: the macro %{name} is defined by itself. Give it a value.')
 
 

@@ -56,8 +56,7 @@ def check_parameter_types(effective: Effective) -> None:
     expected = None
     if value is not None or parameter.default is not None:
       expected = _expected(value, parameter.annotation)
-    names_itself = not scope and _names(references, selector)
-    if expected is None and names_itself:
+    if expected is None and not scope and _names(references, selector):
       expected = 'another part than itself'
     where = statement.where
     if source:
@@ -207,8 +206,8 @@ def _expected_instance(value: Any, part: Any) -> str | None:
   """As `_expected`, for an instance of `part`."""
   name = _name_of(part)
   if not isinstance(value, Reference):
-    is_ours = part.__module__.startswith('valkyrie.')
-    if is_ours and type(value) in _LITERALS:
+    is_literal = type(value) in _LITERALS
+    if is_literal and part.__module__.startswith('valkyrie.'):
       return f'{name}, such as @NAME()'
     return None
   if value.evaluated:

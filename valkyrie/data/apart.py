@@ -52,8 +52,10 @@ def check_store(output: pathlib.Path, source: str | None, options: Mapping[str, 
 def check_files(output: pathlib.Path, files: Any) -> None:
   """Raises a ConfigurationError if `SourceFiles` of a task are in the folder `output` or below."""
   place = _identity(os.path.realpath(output))
+  if place is None:
+    return
   folders_above = {*_identities_above_files(files)}
-  if place is not None and place in folders_above:
+  if place in folders_above:
     raise ConfigurationError(
       f'The token store {shown(output)} is above the files of its task, {shown(files)}. Nothing '
       'was written. Name a folder apart from them: by --output of build_store, or '

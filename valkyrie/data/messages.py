@@ -108,8 +108,7 @@ def _check_flags(message: Mapping[str, Any], place: str) -> None:
   flags = {name: message[name] for name in _FLAGS if name in message}
   values = list(flags.values())
   wrong = [value for value in values if value not in (0, 1)]
-  are_different = len(set(values)) > 1
-  if wrong or are_different:
+  if wrong or len(set(values)) > 1:
     raise DataError(
       f'{place} has {flags!r:.80}, expected 0 or 1: an answer is learned, or it is only read. '
       'Correct it.'

@@ -109,14 +109,10 @@ class TokenStore:
     kept = self._numbers
     if self._numbers is None:
       kept = slice(None)
-    all_starts = np.concatenate(starts)
-    self._starts = all_starts[kept]
-    all_lengths = np.concatenate(lengths)
-    self.lengths = all_lengths[kept]
-    all_keys = np.concatenate(keys)
-    self.sequence_keys = all_keys[kept]
-    all_prompts = np.concatenate(prompts)
-    self.prompts = all_prompts[kept]
+    self._starts = np.concatenate(starts)[kept]
+    self.lengths = np.concatenate(lengths)[kept]
+    self.sequence_keys = np.concatenate(keys)[kept]
+    self.prompts = np.concatenate(prompts)[kept]
     self.later_prompts = np.concatenate(later_prompts)
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read

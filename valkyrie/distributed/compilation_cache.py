@@ -93,8 +93,10 @@ def compiled(
   directory = _directory()
   process = jax.process_index()
   precompiled = paths.cache() / _PRECOMPILED
+  if directory is None:
+    return lowered.compile(), None
   has_kept = process > 0 or any(precompiled.glob('*-cache'))
-  if directory is None or not has_kept:
+  if not has_kept:
     return lowered.compile(), None
   name = _name(lowered, devices)
   count = jax.process_count()

@@ -176,9 +176,9 @@ class _Trial:
         return per_layer(transformation)
       return transformation
 
-    arrays = self._layers()
-    if stacked:
-      arrays = (self._params, self._gradients)
+    arrays = (self._params, self._gradients)
+    if not stacked:
+      arrays = self._layers()
     for rates, expected in zip(self._rates, self._expected, strict=True):
       found = self._moved(make, *arrays, rates)
       for name, leaf in expected.items():

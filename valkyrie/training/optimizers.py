@@ -250,9 +250,9 @@ class Optimizer:
       return f'{name}, frozen', optax.set_to_zero()
     algorithm = group.algorithm or self._algorithms[decays]
     by_layers, proportional = nature(algorithm)
-    rate = group.learning_rate_scale * learning_rate
-    if proportional:
-      rate = 1.0
+    rate = 1.0
+    if not proportional:
+      rate = group.learning_rate_scale * learning_rate
     transformation = created(algorithm, rate)
     # An algorithm that acts on whole parameters gets each matrix of a stack, its last two
     # dimensions: a layer, a part of S5's C, a block of a gate. Stacks of equal sizes form a group.

@@ -99,8 +99,9 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
     is_whole_number = kind is float and type(value) is int
     fits = type(value) is kind or is_whole_number
     most = {int: 2**31, float: sys.float_info.max}.get(kind)
-    is_too_large = most is not None and not _is_inside(value, most)
-    if not fits or is_too_large:
+    if fits and most is not None:
+      fits = _is_inside(value, most)
+    if not fits:
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'
       )
