@@ -91,8 +91,8 @@ def train_run(data_dir):
 
 def parameters(model_dir):
   """The paths in model_info.txt."""
-  lines = (model_dir / 'model_info.txt').read_text().splitlines()
-  return {line.split()[0] for line in lines if line.startswith('model/')}
+  _, table, *_ = (model_dir / 'model_info.txt').read_text().split('\n\n')
+  return {line.split()[0] for line in table.splitlines()[1:]}
 
 
 def assert_trained(model_dir):

@@ -26,7 +26,7 @@ import PIL.Image
 import pytest
 
 from valkyrie.errors import ConfigurationError, StorageError
-from valkyrie.monitoring import chips, memory, metric_writer, report
+from valkyrie.monitoring import chips, memory, metric_writer, model_info, system
 from valkyrie.monitoring.json_lines import JsonLines, by_step
 from valkyrie.monitoring.metrics import speed_metrics, text_metrics
 from valkyrie.monitoring.progress import Progress
@@ -428,7 +428,7 @@ def test_only_tensorboard_and_writers_of_clu_load_tensorflow(tmp_path):
   script = f"""
 import sys
 import numpy as np
-from valkyrie.monitoring import metrics, pictures, progress, report, writers
+from valkyrie.monitoring import metrics, model_info, pictures, progress, system, writers
 heavy = {{'tensorflow', 'tensorboard', 'clu.metric_writers'}}
 with writers.create_writers({str(tmp_path)!r}, tensorboard=False) as writer:
   writer.write_scalars(1, {{'loss': 1.0}})
@@ -672,19 +672,35 @@ def test_model_info_has_every_parameter_and_totals():
   }
   axes = {'model': {'embed': ('vocabulary', None)}, 'model/mlp': {'b': (None,)}}
   counts = {'model': {'embed': 28}, 'model/mlp': {'b': 4}}  # a row of `embed` is padding
-  totals, _, *table = report.model_info(shapes, axes, counts).splitlines()
+  moments = {'mu': {'model/mlp': {'b': shapes['model/mlp']['b']}}}
+  text = model_info.text(shapes, axes, counts, moments)
+  totals, parameters, modules, states = text.rstrip().split('\n\n')
   assert totals == (
     '32 parameters in 2 arrays and 4 of padding, 136 bytes (136 B), 72 bytes (72 B) on each of 2 '
     'devices (mesh data=2)'
   )
-  assert [row.split() for row in table[1:]] == [
+  assert [row.split() for row in parameters.splitlines()[1:]] == [
     ['model/embed', '(8,4)', 'float32', '(vocabulary,-)', '(data)', '128', '64'],
     ['model/mlp/b', '(4)', 'bfloat16', '(-)', '()', '8', '8'],
   ]
+  assert [row.split() for row in modules.splitlines()] == [
+    ['module', 'parameters', 'bytes'],
+    ['model', '32', '136'],
+    ['model/mlp', '4', '8'],
+  ]
+  assert [row.split() for row in states.splitlines()[1:]] == [
+    ['mu/model/mlp/b', '(4)', 'bfloat16', '-', '()', '8', '8']
+  ]
+  assert model_info.replication(shapes) == [
+    'warning: 5.88% of the bytes of parameters are whole on every device, more than 2%; the '
+    'largest is model/mlp/b. A rule of Partitioner.axis_rules for one of its logical axes splits '
+    'it; model_info.txt has them'
+  ]
+  assert model_info.replication({'model/mlp': shapes['model/mlp']}) == []  # nothing is split
 
 
 def test_system_lines_name_versions_devices_and_memory():
-  text = '\n'.join(report.system_lines())
+  text = '\n'.join(system.lines())
   assert f'jax {jax.__version__}' in text
   assert 'devices: 8 x cpu (cpu), 8 local, process 0 of 1' in text
   assert 'processors' in text

@@ -134,7 +134,8 @@ def test_bytes_are_those_of_the_source_everywhere(run):
 
 def test_padding_is_no_parameter_anywhere(run):
   model_dir, vocabulary = run
-  head, _, _, *rows = (model_dir / 'model_info.txt').read_text().splitlines()
+  head, table, modules, _ = (model_dir / 'model_info.txt').read_text().split('\n\n')
+  _, *rows = table.splitlines()
   count = padding = 0
   for row in rows:
     _, shape, _, axes, *_ = row.split()
@@ -144,6 +145,7 @@ def test_padding_is_no_parameter_anywhere(run):
       assert sizes[0] == 128 > vocabulary.size
       padding += (128 - vocabulary.size) * sizes[1]
   said = f'{count - padding:,} parameters'
+  assert modules.splitlines()[1].split()[:2] == ['model', f'{count - padding:,}']
   assert head.startswith(f'{said} in {len(rows)} arrays and {padding:,} of padding, ')
   log = (model_dir / 'log.txt').read_text()
   assert f' {said} (' in log

@@ -20,7 +20,7 @@ from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
-from valkyrie.monitoring import memory, report
+from valkyrie.monitoring import memory, model_info, system
 from valkyrie.monitoring.patience import may_pass_when_opened, patiently
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
@@ -129,7 +129,8 @@ def train(
     if jax.process_index() == 0:
       log_file = pathlib.Path(model_dir, 'log.txt')
     progress.log_to(log_file)
-    progress.say(*report.system_lines(), *setup.remarks())
+    progress.say(*system.lines(), *setup.remarks())
+    progress.say(*model_info.replication(setup.state.params))
     with doing('comparing kernels', progress.say):
       setup = setup.with_kernels(kernel_check.agreeing_lengths(setup, progress.say))
     tokens = feed()
@@ -261,6 +262,7 @@ def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabu
   write_configuration(model_dir)
   write_operative_configuration(model_dir)
   axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
-  text = report.model_info(setup.state.params, axes, setup.model.counts())
+  state = setup.state
+  text = model_info.text(state.params, axes, setup.model.counts(), state.optimizer_state)
   whole_file.write_version(model_dir / 'model_info.txt', text.encode())
   vocabularies.copy(vocabulary, model_dir)

@@ -1,0 +1,54 @@
+"""The system of a run, in the first lines of its log."""
+
+from importlib import metadata
+import os
+import platform
+
+import jax
+
+from valkyrie.monitoring.memory import available, in_units
+from valkyrie.packages import versions
+
+_PLUGINS = ('libtpu', 'jax-cuda13-pjrt', 'jax-cuda12-pjrt')
+
+
+def lines() -> list[str]:
+  """Lines with the versions, devices, processors and memory of this process."""
+  packages = []
+  for name, version in versions().items():
+    packages.append(f'{name} {version}')
+  processors = os.cpu_count()
+  if hasattr(os, 'sched_getaffinity'):  # in a container a process may use fewer than exist
+    processors = len(os.sched_getaffinity(0))
+  bytes_of_memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  total = in_units(bytes_of_memory)
+  system = f'{platform.platform()}, {processors} processors, {total} memory'
+  free = available()
+  if free is not None:
+    system += f', {in_units(free)} available'
+  devices = jax.devices()
+  word = 'devices'
+  if len(devices) == 1:
+    word = 'device'
+  described = [
+    ', '.join(packages),
+    system,
+    f'{word}: {len(devices)} x {devices[0].platform} ({devices[0].device_kind}), '
+    f'{jax.local_device_count()} local, process {jax.process_index()} of {jax.process_count()}',
+  ]
+  compiler = compiler_version()
+  if compiler:
+    described.append(f'compiler: {compiler}')
+  return described
+
+
+def compiler_version() -> str:
+  """The plugin that compiles for the devices, as it names itself, with its date; '' on a CPU."""
+  client = jax.devices()[0].client
+  if client.platform == 'cpu':
+    return ''
+  named = ' '.join(client.platform_version.split())
+  found = []
+  for plugin in _PLUGINS:
+    found += [f'{plugin} {one.version}' for one in metadata.distributions(name=plugin)]
+  return ', '.join([named, *found])
