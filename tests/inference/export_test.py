@@ -5,6 +5,7 @@ import json
 import os
 
 import gin
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import llama_reference
@@ -157,7 +158,7 @@ def test_a_hybrid_is_no_llama(trained, tmp_path, capsys):
 
   output = f'--output={tmp_path / "out"}'
   code, said = export(output, '--gin.export.form="huggingface"')
-  assert code == 78 and 'not a Llama, Mistral or Qwen3: a layer has another mixer' in said
+  assert code == 78 and 'llama, mistral, qwen3: a layer has another mixer' in said
   code, said = export(output, '--gin.export.dtype="bfloat16"')
   assert code == 78 and "is for export.form='huggingface'" in said
   code, said = export(output, '--gin.export.form="onnx"')
@@ -181,7 +182,27 @@ def test_parts_that_no_llama_has_are_no_llama_s(block, attention, message):
   mixer = functools.partial(FullAttention, heads=2, head_width=8, max_context=8, **attention)
   pattern = (functools.partial(Block, (mixer,), 24, **block),)
   make = functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=2, pattern=pattern)
-  with pytest.raises(ConfigurationError, match=f'not a Llama, Mistral or Qwen3: .*{message}'):
+  with pytest.raises(ConfigurationError, match=f'llama, mistral, qwen3: .*{message}'):
+    huggingface.export_of(make)
+
+
+class Own(hk.Module):
+  """A mixer without fields, as a user may write it."""
+
+  causal = True
+  dropout = 0.0
+
+  def initial_carry(self, batch_size, dtype):
+    return ()
+
+  def forward_flops(self, width):
+    return width
+
+
+def test_a_mixer_from_elsewhere_is_of_no_class():
+  pattern = (functools.partial(Block, (Own,), 24),)
+  make = functools.partial(LanguageModel, vocabulary_size=50, d_model=16, layers=2, pattern=pattern)
+  with pytest.raises(ConfigurationError, match='llama, mistral, qwen3: a layer has another mixer'):
     huggingface.export_of(make)
 
 

@@ -1,4 +1,4 @@
-"""`qwen3_5_text`, `olmo_hybrid`, `mamba2`, `nemotron_h` and `lfm2` of transformers in float64.
+"""Classes of transformers in float64: Qwen3.5, OLMo Hybrid, Mamba-2, Nemotron-H, LFM2 and Gemma 3.
 
 Each has `config`, `tensors` and `logits`, from the equations of their layers.
 """
@@ -450,3 +450,96 @@ class Lfm2:
       x = x + (gate * (h @ w['feed_forward.w3.weight'].T)) @ w['feed_forward.w2.weight'].T
     head = weights.get('lm_head.weight', weights['model.embed_tokens.weight'])
     return parts.rms(x, epsilon) * weights['model.embedding_norm.weight'] @ head.T
+
+
+class Gemma3:
+  """`gemma3_text`: centred norms on both sides, and two kinds of rotary positions."""
+
+  @staticmethod
+  def config(**changes):
+    return {
+      'model_type': 'gemma3_text', 'vocab_size': 50, 'hidden_size': 24, 'num_hidden_layers': 4,
+      'intermediate_size': 40, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8,
+      'query_pre_attn_scalar': 2, 'hidden_activation': 'gelu_pytorch_tanh', 'sliding_window': 5,
+      'max_position_embeddings': 64, 'rms_norm_eps': 1e-3, 'tie_word_embeddings': True,
+      'layer_types': ['sliding_attention', 'full_attention'] * 2, 'attention_bias': False,
+      'attn_logit_softcapping': None, 'final_logit_softcapping': None,
+      'rope_parameters': {
+        'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+        'full_attention': {'rope_type': 'linear', 'rope_theta': 1000.0, 'factor': 8.0},
+      }, **changes,
+    }  # fmt: skip
+
+  @classmethod
+  def older_config(cls, **changes):
+    """The fields before transformers 5."""
+    of = cls.config(
+      rope_theta=1000.0, rope_local_base_freq=100.0, rope_scaling={'type': 'linear', 'factor': 8.0},
+      sliding_window_pattern=2, query_pre_attn_scalar=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    del of['rope_parameters'], of['layer_types']
+    return {**of, **changes}
+
+  @staticmethod
+  def tensors(of, seed=6):
+    draws, width, head = parts.Draws(seed), of['hidden_size'], of['head_dim']
+    queries, keys = of['num_attention_heads'] * head, of['num_key_value_heads'] * head
+    found = {
+      'model.embed_tokens.weight': draws.matrix(of['vocab_size'], width),
+      'model.norm.weight': draws.scale(width, 0.0),
+    }
+    if not of['tie_word_embeddings']:
+      found['lm_head.weight'] = draws.matrix(of['vocab_size'], width)
+    for layer in range(of['num_hidden_layers']):
+      own = {
+        'input_layernorm.weight': draws.scale(width, 0.0),
+        'post_attention_layernorm.weight': draws.scale(width, 0.0),
+        'pre_feedforward_layernorm.weight': draws.scale(width, 0.0),
+        'post_feedforward_layernorm.weight': draws.scale(width, 0.0),
+        'self_attn.q_proj.weight': draws.matrix(queries, width),
+        'self_attn.k_proj.weight': draws.matrix(keys, width),
+        'self_attn.v_proj.weight': draws.matrix(keys, width),
+        'self_attn.o_proj.weight': draws.matrix(width, queries),
+        'self_attn.q_norm.weight': draws.scale(head, 0.0),
+        'self_attn.k_norm.weight': draws.scale(head, 0.0),
+        **_mlp_tensors(draws, width, of['intermediate_size']),
+      }
+      found |= {f'model.layers.{layer}.{name}': value for name, value in own.items()}
+    return found
+
+  @classmethod
+  def logits(cls, of, weights, tokens):
+    weights, head = _wide(weights), of['head_dim']
+
+    def norm(x, w):
+      return parts.rms(x, of['rms_norm_eps']) * (1 + w)
+
+    table = weights['model.embed_tokens.weight']
+    x = np.sqrt(of['hidden_size']) * table[tokens]
+    for layer in range(of['num_hidden_layers']):
+      w = _inside(weights, f'model.layers.{layer}.')
+      base, factor, window = cls._positions(of, layer)
+      h = norm(x, w['input_layernorm.weight'])
+      q, k, v = (_project(h, w[f'self_attn.{name}_proj.weight'], head) for name in 'qkv')
+      q, k = norm(q, w['self_attn.q_norm.weight']), norm(k, w['self_attn.k_norm.weight'])
+      q, k = (parts.rotate(part, base, factor=factor) for part in (q, k))
+      q = q * np.sqrt(head / of['query_pre_attn_scalar'])  # `attend` divides by sqrt(head)
+      y = parts.attend(q, k, v, window).reshape(len(x), -1) @ w['self_attn.o_proj.weight'].T
+      x = x + norm(y, w['post_attention_layernorm.weight'])
+      h = norm(x, w['pre_feedforward_layernorm.weight'])
+      gate = parts.gelu(h @ w['mlp.gate_proj.weight'].T)
+      y = (gate * (h @ w['mlp.up_proj.weight'].T)) @ w['mlp.down_proj.weight'].T
+      x = x + norm(y, w['post_feedforward_layernorm.weight'])
+    return norm(x, weights['model.norm.weight']) @ weights.get('lm_head.weight', table).T
+
+  @staticmethod
+  def _positions(of, layer):
+    """(base, factor, window) of a layer."""
+    if 'layer_types' in of:
+      kind = of['layer_types'][layer]
+      rotary = of['rope_parameters'][kind]
+      window = of['sliding_window'] if kind == 'sliding_attention' else None
+      return rotary['rope_theta'], rotary.get('factor', 1.0), window
+    if (layer + 1) % of['sliding_window_pattern']:
+      return of['rope_local_base_freq'], 1.0, of['sliding_window']
+    return of['rope_theta'], of['rope_scaling']['factor'], None

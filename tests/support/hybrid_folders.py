@@ -3,7 +3,7 @@
 import json
 
 import gated_deltanet_reference
-from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
+from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 import jax
 import jax.numpy as jnp
 from safetensors.numpy import save_file
@@ -38,6 +38,8 @@ MODELS = {
     Lfm2,
     Lfm2.config(tie_word_embeddings=False, block_auto_adjust_ff_dim=False, conv_L_cache=3),
   ),
+  'gemma': (Gemma3, Gemma3.config()),
+  'older gemma': (Gemma3, Gemma3.older_config()),
 }  # fmt: skip
 
 

@@ -15,6 +15,11 @@ def silu(x):
   return x * sigmoid(x)
 
 
+def gelu(x):
+  """In the tanh form."""
+  return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def softplus(x):
   return np.log1p(np.exp(x))
 
@@ -54,14 +59,17 @@ def gated_delta(x, w, *, heads, value_heads, key, value, epsilon, double=False):
   return (rms(out, epsilon) * w['norm'] * silu(gate)).reshape(time, -1) @ w['o'].T
 
 
-def rotate(x, base, share=1.0):
-  """x [T, H, K] at the positions 0, 1, ..; the first int(share K) channels of a head turn."""
+def rotate(x, base, share=1.0, factor=1.0):
+  """x [T, H, K] at the positions 0, 1, ..; the first int(share K) channels of a head turn.
+
+  All of them turn `factor` times more slowly.
+  """
   turned = int(share * x.shape[-1])
   if not turned:
     return x
   first, second = np.split(x[..., :turned], 2, axis=-1)
   pairs = turned // 2
-  angle = np.arange(len(x))[:, None, None] * base ** (-np.arange(pairs) / pairs)
+  angle = np.arange(len(x))[:, None, None] * base ** (-np.arange(pairs) / pairs) / factor
   c, s = np.cos(angle), np.sin(angle)
   return np.concatenate([first * c - second * s, second * c + first * s, x[..., turned:]], axis=-1)
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import gin
-from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
+from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 from hybrid_folders import DELTA, MODELS, loaded, model_of, write, written_back
 import jax
 import numpy as np
@@ -160,6 +160,27 @@ FIELDS = [
       ('layer_types', ['linear_attention'] * 4), ('layer_types', ['conv']), ('rope_theta', None),
       ('full_attn_idxs', [4]), ('full_attn_idxs', [True]), ('full_attn_idxs', 1),
       ('intermediate_size', None), ('block_ffn_dim_multiplier', 1e308), ('surprise', False),
+    )
+  ),
+  *(
+    ('gemma', {field: value}, f'{field}: ')
+    for field, value in (
+      ('hidden_activation', 'gelu'), ('hidden_activation', None), ('attention_bias', True),
+      ('use_bidirectional_attention', True), ('attn_logit_softcapping', 50.0),
+      ('final_logit_softcapping', 30.0), ('query_pre_attn_scalar', None), ('head_dim', None),
+      ('sliding_window', None), ('sliding_window', 1), ('num_key_value_heads', None),
+      ('layer_types', ['full_attention']), ('layer_types', ['conv'] * 4), ('rms_norm_eps', 0),
+      ('sliding_window_pattern', 0), ('rope_theta', None), ('rope_local_base_freq', 0),
+      ('tie_word_embeddings', None), ('rope_scaling', {'rope_type': 'linear', 'factor': 4.0}),
+      ('surprise', False),
+    )
+  ),
+  ('gemma', {'rope_parameters': {'rope_theta': 100.0}}, 'rope_theta: 100.0, which'),
+  *(
+    ('gemma', {'rope_parameters': {'full_attention': rotary}}, message)
+    for rotary, message in (
+      ({'rope_type': 'yarn', 'factor': 8.0}, "rope_type 'yarn'"), (3, 'full_attention: 3'),
+      ({'rope_type': 'linear'}, "by 'linear' without factor"), ({'beta': None}, 'beta: null'),
     )
   ),
   ('nemotron', {'hybrid_override_pattern': 'M-E*-'}, "layers of 'E'"),
@@ -336,6 +357,42 @@ def test_defaults_are_those_of_the_class(tmp_path):
   assert [*plan.layers] == ['conv', 'full_attention', 'conv', 'conv']
   assert plan.bindings['conv/ShortConvolution.taps'] == 3
   assert plan.bindings['Block.mlp_width'] == 26
+  gemma = Gemma3.config(num_hidden_layers=8, rope_parameters=None)
+  left_out = ('layer_types', 'head_dim', 'query_pre_attn_scalar', 'sliding_window')
+  for name in (*left_out, 'num_key_value_heads', 'tie_word_embeddings', 'hidden_activation'):
+    del gemma[name]
+  plan = huggingface.plan(gemma)
+  assert [number for number, kind in enumerate(plan.layers) if kind == 'full_attention'] == [5]
+  bindings = plan.bindings
+  assert bindings['sliding_attention/Rotary.base'] == 1e4 and bindings['LanguageModel.tied']
+  assert bindings['full_attention/Rotary.base'] == 1e6
+  assert bindings['full_attention/FullAttention.kv_heads'] == 4
+  assert bindings['sliding_attention/LongformerAttention.head_width'] == 256
+  assert bindings['sliding_attention/LongformerAttention.window'] == 4095
+
+
+def test_the_scale_of_queries_holds_the_divisor_of_scores(tmp_path):
+  config = Gemma3.config(query_pre_attn_scalar=12)
+  weights = Gemma3.tensors(config)
+  found = open_source(str(write(tmp_path / 'hf', config, weights))).tensors
+  theirs = weights['model.layers.1.self_attn.q_norm.weight']
+  scale = found['layers.1.attention.query_norm.scale']
+  expected = (1 + theirs.astype(np.float64)) * np.sqrt(8 / 12)
+  np.testing.assert_allclose(scale.whole(), expected, rtol=2**-23)
+  np.testing.assert_array_equal(found['layers.1.attention.key_norm.scale'].whole(),
+                                1 + weights['model.layers.1.self_attn.k_norm.weight'])  # fmt: skip
+  again = huggingface.written(config, {'layers.1.attention.query_norm.scale': scale})
+  written = again['model.layers.1.self_attn.q_norm.weight'].whole()
+  np.testing.assert_allclose(written, theirs, rtol=0, atol=2**-22)
+
+
+def test_another_scale_of_embeddings_than_its_class_has_is_written_into_them(tmp_path):
+  (tmp_path / 'model.gin').write_text(huggingface.gin_text(Gemma3.config()))
+  flags = ['--gin.LanguageModel.embedding_scale=3.0']
+  load_gin([str(tmp_path / 'model.gin')], flags, modules=CONFIGURABLE_MODULES)
+  config, scale = huggingface.export_of(LanguageModel)
+  assert not config['tie_word_embeddings'] and scale == 3 / 24**0.5
+  gin.clear_config()
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -355,7 +412,14 @@ def test_a_missing_tensor_is_named(tmp_path, name):
   gin.clear_config()
 
 
-# Bindings of a Gated DeltaNet that no class of Hugging Face has, and what is said of them.
+# Bindings of a model that its class has not, and what is said of them.
+UNLIKE_GEMMA = [
+  ('full_attention/Rotary.share = 0.5', 'Rotary.share = 0.5 in layer 1'),
+  ('sliding_attention/LongformerAttention.registers = 2', 'LongformerAttention.registers = 2'),
+  ("sliding_attention/Block.norm = 'before'", "Block.norm = 'before' in layer 0"),
+  ("GatedMLP.activation = 'silu'", "GatedMLP.activation = 'silu' in layer 0"),
+  ('full_attention/FullAttention.query_key_norm = False', 'FullAttention.query_key_norm = False'),
+]
 UNLIKE = [
   ("linear/GatedDeltaNet.write_gate = 'hard'", "GatedDeltaNet.write_gate = 'hard' in layer 0"),
   ('linear/GatedDeltaNet.norm_epsilon = 1e-5', 'GatedDeltaNet.norm_epsilon = 1e-05 in layer 0'),
@@ -372,15 +436,17 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.parametrize(('binding', 'message'), UNLIKE)
-def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, binding, message):
-  text = huggingface.gin_text(DELTA.config())
+@pytest.mark.parametrize(('config', 'binding', 'message'), [
+  *((DELTA.config(), *one) for one in UNLIKE), *((Gemma3.config(), *one) for one in UNLIKE_GEMMA),
+])  # fmt: skip
+def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, config, binding, message):
+  text = huggingface.gin_text(config)
   more = 'S5.state_size = 4\nNgramEmbedding.rows = 8\nNgramEmbedding.width = 4\n'
   (tmp_path / 'model.gin').write_text(text)
   (tmp_path / 'change.gin').write_text(f'{more}{binding}\n')
   files = [str(tmp_path / name) for name in ('model.gin', 'change.gin')]
   load_gin(files, [], modules=CONFIGURABLE_MODULES)
-  with pytest.raises(ConfigurationError, match=f'gated_deltanet: {message}'):
+  with pytest.raises(ConfigurationError, match=rf'{config["model_type"]}(, \w+)*: {message}'):
     huggingface.export_of(LanguageModel)
   gin.clear_config()
 

@@ -20,6 +20,7 @@ from valkyrie.data.vocabularies import fingerprint
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.models import language_model
+from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.training.losses import logits
@@ -511,6 +512,16 @@ def test_an_index_of_another_type_is_named(tmp_path, index):
   (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(text)
   with pytest.raises(StorageError, match=r'index\.json (names|has|cannot be read)'):
     open_source(str(tmp_path / 'hf'))
+
+
+def test_positions_that_one_factor_slows_are_written_as_they_were_read(tmp_path):
+  scaling = {'rope_type': 'linear', 'factor': 4.0}
+  text = huggingface.gin_text(llama_reference.config(rope_scaling=scaling))
+  (tmp_path / 'llama.gin').write_text(text)
+  load_gin([str(tmp_path / 'llama.gin')], [], modules=CONFIGURABLE_MODULES)
+  np.testing.assert_allclose(Rotary().frequencies(6), 500.0 ** (-np.arange(3) / 3) / 4)
+  assert huggingface.export_of(LanguageModel).config['rope_scaling'] == scaling
+  gin.clear_config()
 
 
 def test_another_scaling_of_positions_is_refused():

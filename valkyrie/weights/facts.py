@@ -26,7 +26,9 @@ class Facts(NamedTuple):
   """A model.
 
   Attributes:
-    sizes: {field of `LanguageModel`: value} of its sizes.
+    sizes: {field of config.json: value} of its sizes.
+    tied: whether one table serves inputs and outputs.
+    scale: the factor on its embeddings.
     shared: what all layers share.
     layers: what each layer is.
     defaults: {binding: value} of fields of the parts whose values a plan need not bind.
@@ -35,6 +37,8 @@ class Facts(NamedTuple):
   """
 
   sizes: Mapping[str, Any]
+  tied: bool
+  scale: float
   shared: Values
   layers: Sequence[Values]
   defaults: Values
@@ -89,13 +93,10 @@ def facts_of(model: LanguageModel) -> Facts:
     'LanguageModel.learned_carry': model.learned_carry,
     'RMSNorm.epsilon': epsilon,
   }
-  # A tied table cannot hold the scale of the inputs, which no class here has.
-  tied = model.tied and model.scale == 1
   sizes = {
     'vocab_size': model.vocabulary_size,
     'hidden_size': model.d_model,
     'num_hidden_layers': model.layers,
-    'tie_word_embeddings': tied,
     'torch_dtype': str(model.parameter_dtype) if model.adapters is None else 'float32',
   }
   mixers = model.inspect(lambda blocks: [mixer for block in blocks for mixer in block.mixers])
@@ -103,7 +104,16 @@ def facts_of(model: LanguageModel) -> Facts:
   max_context = max(contexts, default=None)
   rotaries = [mixer.frequencies for mixer in mixers if isinstance(mixer, WindowAttention)]
   frequencies = next(iter(rotaries), Rotary())
-  return Facts(sizes, shared, layers * model.repeats, defaults, max_context, frequencies)
+  return Facts(
+    sizes,
+    model.tied,
+    model.scale,
+    shared,
+    layers * model.repeats,
+    defaults,
+    max_context,
+    frequencies,
+  )
 
 
 def _of_block(block: Block) -> tuple[Values, Values]:
@@ -125,6 +135,8 @@ def _of_block(block: Block) -> tuple[Values, Values]:
     values['Block.mlp_width'] = block.mlp.width
   for part in parts:
     owner = type(part).__name__
+    if not dataclasses.is_dataclass(part):
+      continue  # a mixer from elsewhere, which no class has: `Block.mixers` tells it
     for field in dataclasses.fields(part):
       is_derived = isinstance(part, FullAttention) and field.name == 'window'
       if field.name in _FREE or is_derived or (part is block.mlp and field.name == 'width'):

@@ -29,24 +29,6 @@ def _transposed(tensor: Tensor) -> Tensor:
   return tensor.T if len(tensor.shape) == 2 else tensor
 
 
-def _scales(centred: Tensor) -> Tensor:
-  """1 + w in float32, which holds the digits that bfloat16 would lose."""
-  dtype = 'F32' if centred.dtype in ('F16', 'BF16') else centred.dtype
-
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    return np.float32(1) + wide(centred.read(index))
-
-  return centred._replace(read=read, dtype=dtype)
-
-
-def _centred(scales: Tensor) -> Tensor:
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    part = scales.read(index)
-    return part - np.ones((), part.dtype)
-
-  return scales._replace(read=read)
-
-
 def wide(array: np.ndarray) -> np.ndarray:
   """An array in float32 or wider."""
   return array.astype(np.promote_types(array.dtype, np.float32))
@@ -79,9 +61,30 @@ def _weights(filters: Tensor) -> Tensor:
   return filters._replace(shape=(channels, 1, taps), read=read)
 
 
+def centred(factor: float = 1.0) -> Form:
+  """Scales (1 + w) x `factor` here, in float32: it holds the digits that bfloat16 would lose."""
+
+  def scales(weight: Tensor) -> Tensor:
+    dtype = 'F32' if weight.dtype in ('F16', 'BF16') else weight.dtype
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      return (np.float32(1) + wide(weight.read(index))) * factor
+
+    return weight._replace(read=read, dtype=dtype)
+
+  def weights(scale: Tensor) -> Tensor:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      part = scale.read(index) / factor
+      return part - np.ones((), part.dtype)
+
+    return scale._replace(read=read)
+
+  return Form(scales, weights)
+
+
 SAME = Form(lambda tensor: tensor, lambda tensor: tensor)
 MATRIX = Form(_transposed, _transposed)
-CENTRED = Form(_scales, _centred)
+CENTRED = centred()
 FILTERS = Form(_filters, _weights)
 
 

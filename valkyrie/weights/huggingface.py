@@ -18,6 +18,7 @@ from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
 from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
+from valkyrie.weights.classes.gemma3 import Gemma3Text
 from valkyrie.weights.classes.lfm2 import Lfm2
 from valkyrie.weights.classes.llama import Llama
 from valkyrie.weights.classes.mamba2 import Mamba2
@@ -31,7 +32,7 @@ from valkyrie.weights.name_table import Names, Renamed
 from valkyrie.weights.plan import Plan
 from valkyrie.weights.tensor_files import Tensor, read_json
 
-_DECODERS = (Llama(), Mistral(), Qwen3())
+_DECODERS: tuple[ModelClass, ...] = (Llama(), Mistral(), Qwen3(), Gemma3Text())
 _HYBRIDS: tuple[ModelClass, ...] = (
   GatedDeltaNet(),
   OlmoHybrid(),
@@ -109,7 +110,7 @@ class Export(NamedTuple):
 
   Attributes:
     config: its configuration.
-    scale: the factor on its embeddings, which these classes do not have.
+    scale: the factor on its embeddings beside that of its class.
   """
 
   config: dict[str, Any]
@@ -128,18 +129,23 @@ def _export_of(model: LanguageModel) -> Export:
   """The same, inside Haiku."""
   mixers = model.inspect(lambda blocks: {type(m).__name__ for b in blocks for m in b.mixers})
   classes = [one for one in _HYBRIDS if one.mixer in mixers]
-  differences = {}
+  kinds: dict[str, list[str]] = {}  # {a difference: the classes that have it}
   for one in classes or _DECODERS:
     config = one.config_of(model)
     if not isinstance(config, str):
-      return Export(config, float(model.scale))
-    differences[one.kind] = config
-  advice = "Export it with export.form = 'valkyrie'."
-  if not classes:
-    difference = differences[_DECODERS[0].kind]
-    raise ConfigurationError(f'The model is not a Llama, Mistral or Qwen3: {difference}. {advice}')
-  lines = [f'  {kind}: {difference}' for kind, difference in differences.items()]
-  raise ConfigurationError('\n'.join(['The model is of no class of Hugging Face:', *lines, advice]))
+      scale = one.plan(config).shared['LanguageModel.embedding_scale']
+      return Export(config, float(model.scale / scale))
+    kinds.setdefault(config, []).append(one.kind)
+  lines = [f'  {", ".join(of)}: {difference}' for difference, of in kinds.items()]
+  raise ConfigurationError(
+    '\n'.join(
+      [
+        'The model is of no class of Hugging Face:',
+        *lines,
+        "Export it with export.form = 'valkyrie'.",
+      ]
+    )
+  )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

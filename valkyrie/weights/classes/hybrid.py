@@ -1,4 +1,4 @@
-"""The base of classes with recurrences: sizes, and the comparison of a model with its plan."""
+"""The base of classes with layers of several kinds: their plan is compared with a model."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,18 @@ from valkyrie.weights.facts import Facts, facts_of
 
 
 class Hybrid(ModelClass):
-  """A class with recurrences.
+  """A class with layers of several kinds: recurrences, windows, full attention.
 
   Attributes:
     architecture: what its config.json calls it.
   """
 
   architecture: str
+
+  def scale(self, width: int) -> float:
+    """The factor on its embeddings [`width`]."""
+    del width
+    return 1.0
 
   def config_of(self, model: LanguageModel) -> dict[str, Any] | str:
     facts = facts_of(model)
@@ -32,6 +37,8 @@ class Hybrid(ModelClass):
       'architectures': [self.architecture],
       'model_type': self.kind,
       **facts.sizes,
+      # A tied table cannot hold another scale of the inputs than the class has.
+      'tie_word_embeddings': facts.tied and facts.scale == self.scale(facts.sizes['hidden_size']),
       **fields,
     }
     return facts.difference(self.plan(config)) or config
@@ -44,14 +51,16 @@ class Hybrid(ModelClass):
     """
 
 
-def shared_bindings(config: Mapping[str, Any], epsilon: float) -> dict[str, Any]:
+def shared_bindings(
+  config: Mapping[str, Any], epsilon: float, scale: float = 1.0
+) -> dict[str, Any]:
   """The bindings of the sizes that all classes have."""
   return {
     'LanguageModel.vocabulary_size': config['vocab_size'],
     'LanguageModel.d_model': config['hidden_size'],
     'LanguageModel.layers': config['num_hidden_layers'],
     'LanguageModel.tied': config['tie_word_embeddings'],
-    'LanguageModel.embedding_scale': 1.0,
+    'LanguageModel.embedding_scale': scale,
     'RMSNorm.epsilon': epsilon,
   }
 

@@ -17,6 +17,8 @@ _SCALING = (
   ('low_freq_factor', 'low_turns', float),
   ('high_freq_factor', 'high_turns', float),
 )
+# In a context of one token no pair turns once, so the factor slows all of them.
+_LINEAR = {'original_context': 1, 'low_turns': 1.0, 'high_turns': 4.0}
 FIELDS = Fields(
   {name: kind for name, _, kind in _SCALING} | {'rope_theta': float, 'rope_type': str, 'type': str}
 )
@@ -58,10 +60,17 @@ def bindings(config: Mapping[str, Any], default_base: float = 10_000.0) -> dict[
     for theirs, ours, number_type in _SCALING:
       found[f'Rotary.{ours}'] = number_type(scaling[theirs])
     return found
+  if kind == 'linear':
+    if scaling.get('factor') is None:
+      raise ConfigurationError(
+        f"The configuration scales rotary positions by 'linear' without factor. {FETCH}"
+      )
+    found['Rotary.factor'] = float(scaling['factor'])
+    return found | {f'Rotary.{ours}': value for ours, value in _LINEAR.items()}
   if kind != 'default':
     raise ConfigurationError(
       f'The configuration scales rotary positions by rope_type {kind!r}, but Valkyrie has '
-      "only 'llama3' and 'default'. Take a model with one of these."
+      "only 'llama3', 'linear' and 'default'. Take a model with one of these."
     )
   if scaling.get('factor', 1) != 1:
     raise ConfigurationError(
@@ -76,5 +85,7 @@ def scaling_of(rotary: Rotary) -> dict[str, Any]:
   """The object of scaled positions; empty where they are not scaled."""
   if rotary.factor == 1:
     return {}
+  if all(getattr(rotary, ours) == value for ours, value in _LINEAR.items()):
+    return {'rope_type': 'linear', 'factor': rotary.factor}
   numbers = {theirs: getattr(rotary, ours) for theirs, ours, _ in _SCALING}
   return {'rope_type': 'llama3', **numbers}
