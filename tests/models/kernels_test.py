@@ -18,13 +18,15 @@ import tiny_run
 from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError, Disagreement
-from valkyrie.models.attention import kernels, kv_cache, sliding_window
+from valkyrie.models import kernel_choice
+from valkyrie.models.attention import kv_cache, sliding_window
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.windows import windows_of
+from valkyrie.models.layers import MixerOptions
 from valkyrie.sharding import ambient
-from valkyrie.training.kernel_check import agreeing_lengths
+from valkyrie.training.kernel_check import agreeing_lengths, asked_lengths
 from valkyrie.training.setup import Setup, StepSettings
 
 HEADS, KV_HEADS, WIDTH, WINDOW, STARTS = 2, 1, 8, 130, 3
@@ -160,8 +162,8 @@ def test_full_attention_of_a_chunk_read_alone():
     kernels='interpret',
   )
   kernel, plain = (
-    jax.jit(functools.partial(kernels.results, make, (1, PIECE, 8), jnp.float32, by))()
-    for by in (True, False)
+    jax.jit(functools.partial(kernel_choice.results, make, (1, PIECE, 8), jnp.float32, options))()
+    for options in (MixerOptions(kernel_lengths={('FullAttention', PIECE)}), MixerOptions())
   )
   for x, y in zip(kernel, plain, strict=True):
     assert np.linalg.norm(x - y) <= 2e-6 * np.linalg.norm(y) > 0
@@ -181,15 +183,15 @@ def setup(tmp_path, choice, *flags):
 def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
   said = []
   whole = setup(tmp_path, 'interpret')
-  assert agreeing_lengths(whole, said.append) == {128}
+  agreed = agreeing_lengths(whole, said.append)
+  assert agreed == asked_lengths(whole) == {('LongformerAttention', 128)}
   assert 'of the norm from the plain form, on 1 x 128 tokens' in said[0]
   with pytest.raises(Disagreement, match=r'1 x 128 tokens, more than 0\. Set Longformer.* = None'):
     agreeing_lengths(whole, said.append, bound=0.0)
-  assert kernels.is_used('interpret', 128, {128})
-  assert not kernels.is_used('interpret', 256, {128}), 'nothing was compared here'
   phase = whole.curriculum.phases[0]
-  assert 'pallas_call' not in str(whole.trace(phase).jaxpr)
-  assert 'pallas_call' in str(whole.with_kernels({128}).trace(phase).jaxpr)
+  other = whole.with_kernels({('LongformerAttention', 256), ('S5', 128)})
+  assert 'pallas_call' not in str(other.trace(phase).jaxpr), 'nothing was compared here'
+  assert 'pallas_call' in str(whole.with_kernels(agreed).trace(phase).jaxpr)
 
 
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
@@ -200,6 +202,24 @@ def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
     agreeing_lengths(setup(tmp_path, 'require'), said.append)
   with pytest.raises(ConfigurationError, match='a device reads 96 tokens of a chunk at once'):
     agreeing_lengths(setup(tmp_path, 'interpret', '--gin.chunk_size=96'), said.append)
+
+
+def test_the_kernel_of_a_recurrence_is_compared_inside_of_the_mixer_around_it(tmp_path):
+  said = []
+  text = (
+    '--gin.Block.mixers=(@GatedRecurrence,)',
+    '--gin.GatedRecurrence.recurrence=@S5',
+    '--gin.GatedRecurrence.width=32',
+    '--gin.S5.state_size=8',
+    "--gin.S5.activation='linear'",
+  )
+  run = setup(tmp_path, None, *text, "--gin.S5.kernels='interpret'")
+  agreed = agreeing_lengths(run, said.append)
+  assert agreed == {('S5', 128)} and said[0].startswith('S5.kernels: ')
+  assert 'pallas_call' in str(run.with_kernels(agreed).trace(run.curriculum.phases[0]).jaxpr)
+  found = 'the kernels are for GPUs, and this program for a CPU'
+  with pytest.raises(ConfigurationError, match=f"S5.kernels='require': {found}"):
+    agreeing_lengths(setup(tmp_path, None, *text, "--gin.S5.kernels='require'"), said.append)
 
 
 @pytest.mark.parametrize(

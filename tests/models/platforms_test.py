@@ -19,6 +19,8 @@ import tiny
 
 from valkyrie.models.attention import softmax
 from valkyrie.models.attention.full import FullAttention
+from valkyrie.models.recurrence import scan_kernel
+from valkyrie.models.s5.layer import S5
 from valkyrie.sharding import ambient
 
 WIDTH = recurrent_mixers_test.WIDTH
@@ -27,8 +29,22 @@ CHUNKS, CHUNK = 3, 16
 # elsewhere; some reach through whole chunks.
 ROWS = [[16, 16, 16], [15, 17, 16], [1] * 48, [3, 8, 1, 12, 2, 2, 20], [10, 38]]
 DOCUMENTS = sum(map(len, ROWS))  # the rows of every batch: each document has one when alone
+
+
+class KernelS5(S5):
+  """With the kernels of a GPU, interpreted, in blocks of two tokens."""
+
+  def _form(self, time):
+    return functools.partial(scan_kernel.scan, interpret=True, block=2)
+
+
+kernel_s5 = functools.partial(
+  KernelS5, state_size=6, hippo_blocks=2, discretization='normalized', activation='linear'
+)
 MIXERS = {
   **recurrent_mixers_test.MIXERS,
+  's5_kernel': kernel_s5,
+  's5_selective_kernel': functools.partial(kernel_s5, selective=True),
   'longformer': tiny.attention,
   'dilated': functools.partial(tiny.attention, dilations=(1, 3), window=4),
   'full': functools.partial(FullAttention, heads=2, head_width=8, max_context=48, slice_size=4),
@@ -50,6 +66,8 @@ def takes(platform, name):
 
   Where all platforms have one form, the finest and the coarsest products include those of a GPU.
   """
+  if name.endswith('_kernel'):
+    return platform == 'gpu'
   if name.startswith(('s5', 'rg_lru')):
     return name.endswith('_associative') == (platform != 'cpu')
   return platform in ('cpu', 'tpu')
@@ -57,6 +75,8 @@ def takes(platform, name):
 
 def form_over_devices(name):
   """The platform whose form of a mixer is tried over devices: the forms of a GPU are a TPU's."""
+  if name.endswith('_kernel'):
+    return 'gpu'
   return 'tpu' if name.endswith('_associative') else 'cpu'
 
 

@@ -170,9 +170,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
 
   def describe_newest(self) -> str:
     """The path of the newest valid step, for messages."""
-    if self._newest is None:
-      return 'none yet'
-    return str(self._steps.path(self._newest))
+    return 'none yet' if self._newest is None else str(self._steps.path(self._newest))
 
   def is_due(self, step: int) -> bool:
     """Whether to save `step` in place of one that failed; all processes call it after each step."""
@@ -362,10 +360,9 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     field = 'average' if 'average' in self._files.fields(place) else 'params'
     if target is None and not lazily:
       return self._files.read_to_host(place, field)
-    if target is None:
-      target = self._files.shapes(place, field)
     read = self._files.arrays if lazily else self._files.read
-    return read(place, {field: target}, partial=True)[field]
+    fields = {field: target or self._files.shapes(place, field)}
+    return read(place, fields, partial=True)[field]
 
   def _place_of_state(self, step: int | None = None) -> Any:
     if step is None:

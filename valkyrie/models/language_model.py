@@ -86,7 +86,7 @@ class LanguageModel(Module):
   parameter_dtype: str = 'float32'
   remat_policy: str | None = 'products'
   unroll: PositiveInt = 1
-  kernel_lengths: Container[int] = ()
+  kernel_lengths: Container[tuple[str, int]] = ()
 
   def __post_init__(self):
     super().__post_init__()

@@ -59,12 +59,12 @@ class MixerOptions(NamedTuple):
   """What a model, or its run, decides for the mixers of all blocks.
 
   learned_carry: documents begin with states of the recurrences that are learned.
-  kernel_lengths: the tokens that a device reads of a chunk at once, where kernels of libraries were
-    compared with the plain forms, and agreed.
+  kernel_lengths: (class of a mixer, tokens that a device reads of a chunk at once) where its kernel
+    was compared with the plain form, and agreed.
   """
 
   learned_carry: bool = False
-  kernel_lengths: Container[int] = ()
+  kernel_lengths: Container[tuple[str, int]] = ()
 
 
 @dataclasses.dataclass(eq=False)

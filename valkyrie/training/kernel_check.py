@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.errors import ConfigurationError, Disagreement, reason_of
-from valkyrie.models import language_model
-from valkyrie.models.attention import kernels
+from valkyrie.models import kernel_choice, language_model
+from valkyrie.models.layers import MixerOptions
 from valkyrie.sharding import ambient
 from valkyrie.training.setup import Setup
 
 
 def kernel_results(
   setup: Setup,
-) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[bool], Any]]]:
-  """The mixers that ask for kernels, what one device reads at once, and `kernels.results`."""
+) -> Iterator[tuple[Any, tuple[int, int, int], Callable[[MixerOptions], Any]]]:
+  """The mixers that ask for kernels, what one device reads at once, and `kernel_choice.results`.
+
+  The results are those of the block's mixer, which may be one around the mixer that asks.
+  """
   blocks = language_model.asked(setup.settings.model, lambda model: model.blocks())
   about = setup.model.about
   row_parts = setup.partitioner.parts_of('batch')
@@ -29,15 +32,23 @@ def kernel_results(
   times = {phase.chunk_size // time_parts for phase in setup.curriculum.phases}
   for time in sorted(times):
     for mixer in mixers:
-      if getattr(mixer, 'kernels', None):
+      asking = getattr(mixer, 'inner', mixer)
+      if getattr(asking, 'kernels', None):
         shape = (rows, time, about.width)
         rebuild = functools.partial(dataclasses.replace, mixer)
-        results = functools.partial(kernels.results, rebuild, shape, about.compute_dtype)
-        yield mixer, shape, results
+        results = functools.partial(kernel_choice.results, rebuild, shape, about.compute_dtype)
+        yield asking, shape, results
 
 
-def agreeing_lengths(setup: Setup, say: Callable[[str], None], bound: float = 2**-6) -> set[int]:
-  """The tokens of pieces on which kernels agree with the plain forms, for `Setup.with_kernels`.
+def asked_lengths(setup: Setup) -> set[tuple[str, int]]:
+  """What `agreeing_lengths` compares: (class of a mixer, tokens of a piece)."""
+  return {(type(mixer).__name__, time) for mixer, (_, time, _), _ in kernel_results(setup)}
+
+
+def agreeing_lengths(
+  setup: Setup, say: Callable[[str], None], bound: float = 2**-6
+) -> set[tuple[str, int]]:
+  """The classes of mixers, and tokens of pieces, whose kernels agree, for `Setup.with_kernels`.
 
   The norm of a difference may be `bound`, four units in the last place of bfloat16, to which TPUs
   round what they multiply. If a kernel is required, raises a Disagreement
@@ -47,19 +58,21 @@ def agreeing_lengths(setup: Setup, say: Callable[[str], None], bound: float = 2*
   failed = set()
   norm = jnp.linalg.norm
   for mixer, (rows, time, _), results in kernel_results(setup):
-    name = f'{type(mixer).__name__}.kernels'
+    pair = type(mixer).__name__, time
+    name = f'{pair[0]}.kernels'
     found = ''
     error = ConfigurationError
     automatic = None
     if not setup.partitioner.manual:
       automatic = setup.partitioner
     with ambient.within(partitioner=automatic):
-      misfit = kernels.why_not(mixer.kernels, time)
+      misfit = kernel_choice.why_not(mixer, time)
     if not misfit:
       error = Disagreement
       try:
-        compute_plain = jax.jit(functools.partial(results, False))
-        compute_by_kernel = jax.jit(functools.partial(results, True))
+        compute_plain = jax.jit(functools.partial(results, MixerOptions()))
+        by_kernel = MixerOptions(kernel_lengths={pair})
+        compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
         plain = compute_plain()
         kernel = compute_by_kernel()
         parts = jax.tree.map(lambda x, y: norm(x - y) / (norm(y) + 1e-30), kernel, plain)
@@ -75,8 +88,8 @@ def agreeing_lengths(setup: Setup, say: Callable[[str], None], bound: float = 2*
       raise error(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
     if misfit:
       say(f'{name}: {misfit}: the plain form is used')
-      failed.add(time)
+      failed.add(pair)
     else:
       say(f'{name}: {found}')
-      agreed.add(time)
+      agreed.add(pair)
   return agreed - failed

@@ -238,8 +238,8 @@ class Setup:
     of_schedule = self.optimizer.ending_at(ends).learning_rate(jnp.int32(step))
     return float(of_schedule * self.curriculum.learning_rate_scale(jnp.int32(step)))
 
-  def with_kernels(self, lengths: Collection[int]) -> 'Setup':
-    """This run, with attention by kernels in pieces of so many tokens; see `kernel_check`."""
+  def with_kernels(self, lengths: Collection[tuple[str, int]]) -> 'Setup':
+    """This run with kernels of these mixers in pieces of so many tokens; see `kernel_check`."""
     if not lengths:
       return self
     setup = copy.copy(self)

@@ -13,6 +13,7 @@ import numpy as np
 
 from valkyrie.distributed import compilation_cache
 from valkyrie.lab.certificates import collectives, gpu_nodes, hlo, topologies, work
+from valkyrie.models.layers import MixerOptions
 from valkyrie.monitoring import chips
 from valkyrie.packages import version
 from valkyrie.training import kernel_check
@@ -115,7 +116,7 @@ def _plain_cycles(setup: Setup) -> float:
   flops = 0
   cycles = 0
   for _, _, results in kernel_check.kernel_results(setup):
-    plain = jax.jit(functools.partial(results, False), out_shardings=one_device)
+    plain = jax.jit(functools.partial(results, MixerOptions()), out_shardings=one_device)
     compiled = plain.lower().compile()
     module = hlo.parse(compiled.as_text() or '')
     for step in work.list_work(module):

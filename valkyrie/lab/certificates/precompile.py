@@ -30,6 +30,7 @@ from valkyrie.monitoring.waiting import doing
 from valkyrie.sharding import ambient
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
+from valkyrie.training import kernel_check
 from valkyrie.training.curriculum import Curriculum
 from valkyrie.training.setup import Setup, StepSettings
 
@@ -71,7 +72,8 @@ def precompile(
   def certificates(only: int | None = None) -> list[Certificate]:
     """One for each phase, or for phase `only`; phases of one shape share a program."""
     # No chip is here to compare the kernels on.
-    setup = Setup(settings()).with_kernels(range(2**31))
+    setup = Setup(settings())
+    setup = setup.with_kernels(kernel_check.asked_lengths(setup))
     phases = dict(enumerate(setup.curriculum.forms))
     if only is not None:
       phases = {only: phases[only]}

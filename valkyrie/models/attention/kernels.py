@@ -6,26 +6,24 @@ denominators join the results. Backwards, both recompute their weights from the 
 joint denominator (Dao et al. 2022, FlashAttention, algorithm 4).
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 import functools
 import importlib
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models.attention import softmax
-from valkyrie.models.layers import MixerOptions, configure
+from valkyrie.models.kernel_choice import Limits
 from valkyrie.models.precision import wide
-from valkyrie.sharding import ambient
 from valkyrie.sharding.mesh import platform
-from valkyrie.types import Array, DType, SequenceMixer
+from valkyrie.types import Array
 
-CHOICES = (None, 'prefer', 'require', 'interpret')  # of `LongformerAttention.kernels`
 LANES = 128  # the queries and keys of a block are a multiple
+LIMITS = Limits(('tpu', 'gpu'), LANES)
 
 
 class Form(NamedTuple):
@@ -48,25 +46,6 @@ class Kernel(NamedTuple):
   scope: Any
   forward: Callable[..., Any]
   backward: Callable[..., Any]
-
-
-def why_not(choice: str, time: int) -> str | None:
-  """Why no kernel reads a chunk, or a device's piece, of `time` tokens; None if one does."""
-  partitioner = ambient.current().partitioner
-  if choice != 'interpret' and platform() == 'cpu':
-    return 'the kernels are for TPUs and GPUs, and this program for a CPU'
-  if time % LANES:
-    return f'a device reads {time} tokens of a chunk at once, no multiple of {LANES}'
-  if partitioner is not None and partitioner.mesh.size > 1:
-    return "XLA's partitioner cannot split a kernel; a layout with Partitioner.manual = True can"
-  return None
-
-
-def is_used(choice: str | None, time: int, lengths: Container[int]) -> bool:
-  """Whether a kernel reads a piece of `time` tokens; it was compared in pieces of these lengths."""
-  if choice is None or time not in lengths:
-    return False
-  return why_not(choice, time) is None
 
 
 def _splash(form: Form, rows: int, heads: int) -> Kernel:
@@ -247,54 +226,3 @@ def _backward(form, residuals, gradient):
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def results(
-  make: Callable[[], SequenceMixer], shape: tuple[int, int, int], dtype: DType, by_kernel: bool
-) -> list[Array]:
-  """Outputs and gradients of random x [B, T, D] = `shape`, in the mixer that `make` makes.
-
-  Its rows go on in a document, begin another one, and end with padding.
-  """
-  rows, time, _ = shape
-  key = jax.random.key(0)
-  carry_key, x_key, weights_key = jax.random.split(key, 3)
-  row_steps = np.arange(time, dtype=np.int32)
-  steps = np.tile(row_steps, (rows, 1))
-  second_begin = time // 3
-  padding_begin = time - time // 9
-  second = steps >= second_begin  # the tokens of the second document, and after it
-  positions = np.where(second, steps - second_begin, steps + 10**6)
-  is_token = steps < padding_begin
-  segments = np.where(is_token, 1 + second, 0).astype(np.int32)
-  options = MixerOptions(kernel_lengths=(time,) if by_kernel else ())
-
-  def read(x, carry):
-    mixer: Any = make()
-    configure(mixer, options)
-    y, _ = mixer(x, carry, positions=positions, segment_ids=segments)
-    return y
-
-  def used(leaf):
-    random = 1.5 + jax.random.normal(carry_key, leaf.shape)
-    return random.astype(leaf.dtype)
-
-  def initial_carry():
-    return make().initial_carry(rows, dtype)
-
-  mixer = hk.transform(read)
-  empty = hk.transform(initial_carry).apply({}, None)
-  carry = jax.tree.map(used, empty)
-  x = jax.random.normal(x_key, shape, dtype)
-  weights = jax.random.normal(weights_key, shape, dtype)
-  weights = jnp.where(is_token[..., None], weights, 0)
-  params = mixer.init(carry_key, x, carry)
-
-  def apply(params, x):
-    return mixer.apply(params, None, x, carry)
-
-  y, pull_back = jax.vjp(apply, params, x)
-  outputs = jnp.where(weights == 0, 0, y)
-  gradients = pull_back(weights)
-  arrays = jax.tree.leaves((outputs, gradients))
-  return [array.astype(jnp.float32) for array in arrays]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models.attention import kernels
+from valkyrie.models import kernel_choice
+from valkyrie.models.attention.kernels import LANES, LIMITS
 from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
@@ -155,24 +156,25 @@ class LongformerAttention(WindowAttention):
 
   causal: ClassVar[bool] = True
   sequence_parallel: ClassVar[bool] = True
+  kernel_limits: ClassVar[kernel_choice.Limits] = LIMITS
 
   def __post_init__(self):
     super().__post_init__()
     self.reach = self.window * max(self._dilations)
     name = f'{type(self).__name__}.kernels'
-    short = self.window < kernels.LANES
-    check_choice(name, self.kernels, kernels.CHOICES)
+    short = self.window < LANES
+    check_choice(name, self.kernels, kernel_choice.CHOICES)
     is_dilated = max(self._dilations) > 1
     refused = self.dropout or is_dilated or (self.document_start and short)
     if self.kernels and refused:
       raise ConfigurationError(
         f'{name}={self.kernels!r}: kernels have no dropout, no dilations, and no document_start '
-        f'with a window below {kernels.LANES}. Set {name} = None, or change these.'
+        f'with a window below {LANES}. Set {name} = None, or change these.'
       )
 
   def _uses_kernel(self, time: int) -> bool:
     """Whether a kernel reads a piece of `time` tokens."""
-    return kernels.is_used(self.kernels, time, self.mixer_options.kernel_lengths)
+    return kernel_choice.is_used(self, time)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> AttentionCarry:
     """An empty window, in the compute dtype: keys are stored as they were computed."""

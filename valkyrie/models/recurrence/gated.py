@@ -41,28 +41,28 @@ class GatedRecurrence(Module):
   def __post_init__(self):
     super().__post_init__()
     check_choice('GatedRecurrence.activation', self.activation, ACTIVATIONS)
-    self._recurrence = self.recurrence()
+    self.inner = self.recurrence()
     self._convolution = CausalConvolution(self.taps)
-    self.causal = self._recurrence.causal
-    self.dropout = self._recurrence.dropout
-    self.sequence_parallel = getattr(self._recurrence, 'sequence_parallel', False)
-    self.horizon = getattr(self._recurrence, 'horizon', None)
+    self.causal = self.inner.causal
+    self.dropout = self.inner.dropout
+    self.sequence_parallel = getattr(self.inner, 'sequence_parallel', False)
+    self.horizon = getattr(self.inner, 'horizon', None)
 
   def configure(self, options: MixerOptions) -> None:
     """Gives the recurrence the options of the model."""
-    configure(self._recurrence, options)
+    configure(self.inner, options)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> ConvolvedCarry:
     """The carries of the convolution and of the recurrence at a document start."""
     tail = self._convolution.initial_carry(batch_size, self.width, dtype)
-    state = self._recurrence.initial_carry(batch_size, dtype)
+    state = self.inner.initial_carry(batch_size, dtype)
     return ConvolvedCarry(tail, state)
 
   def forward_flops(self, width: int) -> int:
     """Three products of width x F, the convolution and the recurrence."""
     projections = 6 * width * self.width
     convolution = self._convolution.forward_flops(self.width)
-    recurrence = self._recurrence.forward_flops(self.width)
+    recurrence = self.inner.forward_flops(self.width)
     return projections + convolution + recurrence
 
   def __call__(
@@ -73,7 +73,7 @@ class GatedRecurrence(Module):
     inner, gate = project(x, ('embed', 'mlp'), inner=self.width, gate=self.width)
     convolved, tail = self._convolution(inner, carry.tail, **where)
     active = ACTIVATIONS[self.activation](convolved)
-    mixed, state = self._recurrence(active, carry.state, **where)
+    mixed, state = self.inner(active, carry.state, **where)
     gated = mixed * jax.nn.silu(gate)
     (out,) = project(gated, ('mlp', 'embed'), out=x.shape[-1])
     return out, ConvolvedCarry(tail, state)

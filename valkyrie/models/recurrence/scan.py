@@ -67,6 +67,7 @@ class Complex(NamedTuple):
 
 _BLOCK = 8  # steps, of the associative form
 Number = Any  # a real array, or a `Complex`: `*`, `+`, `-` and `conj()` act on both
+Form = str | Callable[[Number, Number, Number, Array], Number] | None  # see `diagonal_scan`
 
 
 def _unless(reset: Array, x: Number) -> Number:
@@ -235,15 +236,18 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 @jax.named_scope('scan')
 def diagonal_scan(
-  growth: Number, inputs: Number, initial: Number, reset: Array, *, form: str | None
+  growth: Number, inputs: Number, initial: Number, reset: Array, *, form: Form
 ) -> Number:
   """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P] and the inputs b [T, B, P].
 
   The growth g is [T, B, P], or [P], the same at every step. Where `reset`, bool [T, B], the state
-  before the step is replaced by zero. `form` is a key of `FORMS`; None takes the fastest.
+  before the step is replaced by zero. `form` is a key of `FORMS`, or a function that takes the
+  arguments of this one; None takes the fastest.
   """
-  reset = reset[..., None]
   growth = _over_time(growth)
+  if callable(form):
+    return form(growth, inputs, initial, reset)
+  reset = reset[..., None]
   first = jax.tree.map(lambda part: part[0], growth)
   # x_0 enters through the first input: every form continues a chunk by these lines.
   decayed = first * initial + initial

@@ -20,7 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models.recurrence.scan import Complex, Number, diagonal_scan, state_after
+from valkyrie.models.recurrence.scan import Complex, Form, Number, diagonal_scan, state_after
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
@@ -42,7 +42,7 @@ def then(first: Piece, second: Piece) -> Piece:
 
 @jax.named_scope('scan')
 def scan_chunk(
-  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: str | None
+  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: Form
 ) -> tuple[Number, Number]:
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 

@@ -8,7 +8,7 @@ input. `init` and `state_space` compute the mathematics, as functions of arrays.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import gin
 import haiku as hk
@@ -18,10 +18,12 @@ import numpy as np
 
 from valkyrie.config.ranges import PositiveFloat, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models import kernel_choice
+from valkyrie.models.kernel_choice import Limits
 from valkyrie.models.layers import Module, dropout, matrix, parameter, projections
 from valkyrie.models.matrices import Matrix, products
 from valkyrie.models.precision import wide
-from valkyrie.models.recurrence import scan
+from valkyrie.models.recurrence import scan, scan_kernel
 from valkyrie.models.recurrence.scan import Complex
 from valkyrie.models.recurrence.time_constants import check_time_constants
 from valkyrie.models.s5 import init, state_space
@@ -89,6 +91,8 @@ class S5(Module):
     dropout: the share of channels zeroed in training, with one draw for all tokens of a chunk.
     bidirectional: a second scan reads each document from its end. Not for language models.
     scan_form: a key of `scan.FORMS`; None takes the fastest for the platform.
+    kernels: 'prefer' trains by the kernels of `scan_kernel`, for GPUs, where they agree with this
+      form; 'require' ends the run if they do not; 'interpret' is for tests; None uses none.
   """
 
   state_size: PositiveInt
@@ -105,6 +109,9 @@ class S5(Module):
   dropout: ProperFraction = 0.0
   bidirectional: bool = False
   scan_form: str | None = None
+  kernels: str | None = None
+
+  kernel_limits: ClassVar[Limits] = Limits(('gpu',), scan_kernel.BLOCK)
 
   def __post_init__(self):
     super().__post_init__()
@@ -114,6 +121,7 @@ class S5(Module):
     check_choice('S5.output_init', self.output_init, init.OUTPUT_INITS)
     check_choice('S5.activation', self.activation, ACTIVATIONS)
     check_choice('S5.scan_form', self.scan_form, (None, *scan.FORMS))
+    check_choice('S5.kernels', self.kernels, kernel_choice.CHOICES)
     check_time_constants(self)
     if self.state_size % self.hippo_blocks:
       raise ConfigurationError(
@@ -175,7 +183,7 @@ class S5(Module):
       starts,
       length,
       ends,
-      form=self.scan_form,
+      form=self._form(x.shape[1]),
       conj_sym=self.conj_sym,
       first=self.first_state(carry) or None,
     )
@@ -190,6 +198,11 @@ class S5(Module):
     if not self.causal:
       return y, ()
     return y, after
+
+  def _form(self, time: int) -> scan.Form:
+    if kernel_choice.is_used(self, time):
+      return functools.partial(scan_kernel.scan, interpret=self.kernels == 'interpret')
+    return self.scan_form
 
   def _log_factor(self, x: Array) -> Array:
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""

@@ -151,7 +151,7 @@ def read_chunk(
   length: Array,
   ends: Array | None = None,
   *,
-  form: str | None = None,
+  form: scan.Form = None,
   conj_sym: bool = True,
   first: Complex | None = None,
 ) -> tuple[Array, Complex]:
@@ -215,7 +215,7 @@ def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
 
 
 def _scan_backwards(
-  growth: Complex, inputs: Complex, initial: Complex, ends: Array, form: str | None
+  growth: Complex, inputs: Complex, initial: Complex, ends: Array, form: scan.Form
 ) -> Complex:
   """The states [T, B, P] of the documents that are read from their ends, bool [T, B]."""
   reverse = functools.partial(jnp.flip, axis=0)

@@ -1,0 +1,104 @@
+"""The choice of a kernel: its values, whether one is used, and the results that are compared first.
+
+A mixer with kernels has `kernels`, one of `CHOICES`, and `kernel_limits`. Its plain form defines
+what the kernel computes, and a run uses a kernel only in pieces on which it was compared with it
+(`training.kernel_check`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models.layers import MixerOptions, configure
+from valkyrie.sharding import ambient
+from valkyrie.sharding.mesh import platform
+from valkyrie.types import Array, DType, SequenceMixer
+
+CHOICES = (None, 'prefer', 'require', 'interpret')
+_NAMES = {'cpu': 'a CPU', 'gpu': 'a GPU', 'tpu': 'a TPU'}
+
+
+class Limits(NamedTuple):
+  """Where a mixer's kernels run: on these platforms, in pieces of a multiple of so many tokens."""
+
+  platforms: Sequence[str]
+  multiple: int
+
+
+def why_not(mixer: Any, time: int) -> str | None:
+  """Why no kernel of a mixer reads a piece of `time` tokens at once; None if one does."""
+  platforms, multiple = mixer.kernel_limits
+  partitioner = ambient.current().partitioner
+  if mixer.kernels != 'interpret' and platform() not in platforms:
+    offered = ' and '.join(f'{name.upper()}s' for name in platforms)
+    return f'the kernels are for {offered}, and this program for {_NAMES[platform()]}'
+  if time % multiple:
+    return f'a device reads {time} tokens of a chunk at once, no multiple of {multiple}'
+  if partitioner is not None and partitioner.mesh.size > 1:
+    return "XLA's partitioner cannot split a kernel; a layout with Partitioner.manual = True can"
+  return None
+
+
+def is_used(mixer: Any, time: int) -> bool:
+  """Whether a kernel reads a piece of `time` tokens in a mixer that has its options."""
+  agreed = (type(mixer).__name__, time) in mixer.mixer_options.kernel_lengths
+  if mixer.kernels is None or not agreed:
+    return False
+  return why_not(mixer, time) is None
+
+
+def results(
+  make: Callable[[], SequenceMixer],
+  shape: tuple[int, int, int],
+  dtype: DType,
+  options: MixerOptions,
+) -> list[Array]:
+  """Outputs and gradients of random x [B, T, D] = `shape`, in the mixer that `make` makes.
+
+  Its rows go on in a document, begin another one, and end with padding.
+  """
+  rows, time, _ = shape
+  key = jax.random.key(0)
+  carry_key, x_key, weights_key = jax.random.split(key, 3)
+  row_steps = np.arange(time, dtype=np.int32)
+  steps = np.tile(row_steps, (rows, 1))
+  second_begin = time // 3
+  padding_begin = time - time // 9
+  second = steps >= second_begin  # the tokens of the second document, and after it
+  positions = np.where(second, steps - second_begin, steps + 10**6)
+  is_token = steps < padding_begin
+  segments = np.where(is_token, 1 + second, 0).astype(np.int32)
+
+  def read(x, carry):
+    mixer: Any = make()
+    configure(mixer, options)
+    y, _ = mixer(x, carry, positions=positions, segment_ids=segments)
+    return y
+
+  def used(leaf):
+    random = 1.5 + jax.random.normal(carry_key, leaf.shape)
+    return random.astype(leaf.dtype)
+
+  def initial_carry():
+    return make().initial_carry(rows, dtype)
+
+  mixer = hk.transform(read)
+  empty = hk.transform(initial_carry).apply({}, None)
+  carry = jax.tree.map(used, empty)
+  x = jax.random.normal(x_key, shape, dtype)
+  weights = jax.random.normal(weights_key, shape, dtype)
+  weights = jnp.where(is_token[..., None], weights, 0)
+  params = mixer.init(carry_key, x, carry)
+
+  def apply(params, x):
+    return mixer.apply(params, None, x, carry)
+
+  y, pull_back = jax.vjp(apply, params, x)
+  outputs = jnp.where(weights == 0, 0, y)
+  gradients = pull_back(weights)
+  arrays = jax.tree.leaves((outputs, gradients))
+  return [array.astype(jnp.float32) for array in arrays]
