@@ -7,6 +7,7 @@ python page_process.py < BLOCKS, a JSON list of [language, file, text]
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import pathlib
@@ -71,5 +72,6 @@ def run_command(command: str) -> None:
 
 
 if __name__ == '__main__':
+  gc.set_threshold(200_000, 50, 50)  # as conftest.py does, for the time that tracing takes
   sys.path[0] = ''  # a user's folder, as for `python -m`
   run_page(json.load(sys.stdin))

@@ -148,6 +148,8 @@ class Lfm2(Hybrid):
     return {
       'intermediate_size': facts.layers[0]['Block.mlp_width'] or 1,
       'block_auto_adjust_ff_dim': False,
+      'block_ffn_dim_multiplier': 1.0,  # this and the next one change nothing, but are read
+      'block_multiple_of': 1,
       'num_attention_heads': attention['heads'],
       'num_key_value_heads': attention['kv_heads'],
       'head_dim': attention['head_width'],
