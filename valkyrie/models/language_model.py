@@ -63,8 +63,9 @@ class LanguageModel(Module):
     parameter_dtype: 'float32', or 'bfloat16' if that is the compute_dtype: half of the memory.
       Updates are rounded to it at random. Scales, embeddings and recurrences' rates stay float32.
     remat_policy: what a layer saves for the backward pass, which recomputes the rest: 'products'
-      saves matrix products and attention outputs; 'mlp' attention outputs and the products of the
-      MLP's width; 'attention' only the former; 'weights' 8-bit ones; 'nothing' nothing; None all.
+      saves matrix products and attention outputs, and states and outputs of S5 in place of the
+      products around them; 'mlp' attention outputs and the products of the MLP's width;
+      'attention' only the former; 'weights' 8-bit ones; 'nothing' nothing; None all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
       rest. It saves a CPU the copies of stacked activations; many would compile slowly.
     kernel_lengths: see `layers.MixerOptions`; a run sets it after `training.kernel_check`.

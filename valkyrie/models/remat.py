@@ -6,7 +6,8 @@ _SAVED = jax.checkpoint_policies.save_only_these_names  # names of `checkpoint_n
 # A 'product' is the result of a `split_product`: its sum over devices is saved, instead of parts.
 POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _SAVED('attention', 'product')
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    _SAVED('attention', 'product', 'states'),
   ),
   'mlp': _SAVED('attention', 'mlp'),
   'attention': _SAVED('attention'),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.sharding.mesh import platform
@@ -104,7 +105,11 @@ def _associative(growth: Number, reset: Array, inputs: Number, *, reverse: bool)
   steps = _steps_of_blocks((reset, growth, inputs), time)
   if reverse:
     steps.reverse()
-  block_reset, block_growth, block_input = functools.reduce(_then, steps)
+  blocks = functools.reduce(_then, steps)
+  if platform() == 'gpu':
+    # Without the barrier, XLA computes the blocks again for every fusion that reads them.
+    blocks = lax.optimization_barrier(blocks)
+  block_reset, block_growth, block_input = blocks
   ends = _associative(block_growth, block_reset, block_input, reverse=reverse)
 
   def before_block(part):
@@ -181,6 +186,9 @@ def _recurrence(form: str, reverse: bool, growth: Number, reset: Array, inputs: 
 
 def _recurrence_forward(form, reverse, growth, reset, inputs):
   states = _recurrence(form, reverse, growth, reset, inputs)
+  if _length(growth) == 1:
+    # A layer that saves them needs its inputs no more, which a growth that changes would.
+    states = jax.tree.map(lambda part: checkpoint_name(part, 'states'), states)
   return states, (growth, reset, states)
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import gin
 import haiku as hk
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
@@ -193,7 +194,7 @@ class S5(Module):
     def drop(value):
       return dropout(value, self.dropout, shared=(1,))
 
-    y = y.astype(x.dtype)
+    y = checkpoint_name(y.astype(x.dtype), 'states')
     y = activate(y, weights, activation=self.activation, drop=drop)
     if not self.causal:
       return y, ()
