@@ -53,7 +53,6 @@ def read_document(
   kept: dict[int, TextCarry] = {}
   if like is not None:
     shared = _shared(tokens, like.tokens)
-    kept = {}
     for place, carry in like.kept.items():
       if place <= shared:
         kept[place] = carry

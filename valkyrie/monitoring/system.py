@@ -36,13 +36,13 @@ def lines() -> list[str]:
     f'{word}: {len(devices)} x {devices[0].platform} ({devices[0].device_kind}), '
     f'{jax.local_device_count()} local, process {jax.process_index()} of {jax.process_count()}',
   ]
-  compiler = compiler_version()
+  compiler = _compiler_version()
   if compiler:
     described.append(f'compiler: {compiler}')
   return described
 
 
-def compiler_version() -> str:
+def _compiler_version() -> str:
   """The plugin that compiles for the devices, as it names itself, with its date; '' on a CPU."""
   client = jax.devices()[0].client
   if client.platform == 'cpu':
