@@ -218,6 +218,7 @@ def test_the_programs_of_other_processes_are_kept_too(tmp_path):
       for process in range(2)
     ]
     said = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
     # Above it stands a line of the library that connects the processes.
     return [text.splitlines()[-1] for text, _ in said], [errors for _, errors in said]
 

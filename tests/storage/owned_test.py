@@ -61,6 +61,37 @@ def test_what_a_living_process_writes_stays_and_appears_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
+  'kind, place, name',
+  [
+    ('file', owned.locks, 'attempt'),
+    ('folder', owned.locks, 'attempt'),
+    ('folder', owned.os, 'open'),
+  ],
+)
+def test_what_is_not_locked_yet_can_be_taken_for_litter_and_is_made_again(
+  tmp_path, monkeypatch, kind, place, name
+):
+  function = getattr(place, name)
+  removed = []
+
+  def remove_first(*arguments, **options):
+    monkeypatch.setattr(place, name, function)
+    removed.extend(names(tmp_path))
+    owned.remove_litter(tmp_path)  # as another process that starts to write at this moment
+    assert names(tmp_path) == []
+    return function(*arguments, **options)
+
+  monkeypatch.setattr(place, name, remove_first)
+  with getattr(owned, f'new_{kind}')(tmp_path / 'result') as made:
+    if kind == 'file':
+      made.write(b'whole')
+    else:
+      (made / 'part').write_bytes(b'whole')
+    assert len(removed) == 1 and removed != names(tmp_path)
+  assert names(tmp_path) == ['result']
+
+
+@pytest.mark.parametrize(
   'name',
   [
     '.result.0123456789abcdef0123456789abcdef',  # of another program

@@ -99,11 +99,8 @@ def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   remove_litter(path.parent)
-  place = path.with_name(_temporary_name(path.name))
-  os.mkdir(place)
-  lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+  place, lock = _locked_folder(path)
   try:
-    locks.attempt(lock)
     yield place
   finally:
     shutil.rmtree(place, ignore_errors=True)
@@ -294,6 +291,20 @@ def _locked_file(path: pathlib.Path) -> BinaryIO:
       if locks.attempt(file) is not False and _is_at(place, file.fileno()):
         stack.pop_all()  # the caller closes it
         return file
+
+
+def _locked_folder(path: pathlib.Path) -> tuple[pathlib.Path, int]:
+  """A new folder beside `path`, with a temporary name, and the descriptor that locks it."""
+  while True:
+    place = path.with_name(_temporary_name(path.name))
+    os.mkdir(place)
+    # As in `_locked_file`, but a folder can also be gone before it is opened.
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+      descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+      stack.callback(os.close, descriptor)
+      if locks.attempt(descriptor) is not False and _is_at(place, descriptor):
+        stack.pop_all()  # the caller closes it
+        return place, descriptor
 
 
 def _remove_abandoned(place: pathlib.Path, is_local: bool) -> None:
