@@ -75,6 +75,7 @@ def counted(**bound):
     'train.checkpoints=@few/Checkpoints()',
     'train.hooks=(@Observer(), [@Tool()])',
     'StepSettings.hunt_nan=True',
+    'StepSettings.grad_norm_by_layer=True',
     'train_steps=7',
     'log_every=7',
     'eval_every=7',

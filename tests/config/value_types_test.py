@@ -204,6 +204,7 @@ def test_a_flag_out_of_range_is_named_with_its_value_and_range(binding):
   'optax.contrib.reduce_on_plateau.patience=0', 'optax.adamw.b1=0.0',
   'eval_every=99999999999', 'Optimizer.cooldown=0.0', 'Preemption.grace_seconds=0.5',
   'LongformerAttention.registers=0', 'Optimizer.clip_norm=2', 'train.patience=None',
+  'log_every=((1, 1), (100, 99999999999))', 'train.log_every=((1, 1),)',
 ])  # fmt: skip
 def test_numbers_with_a_sense_are_accepted(binding):
   load(binding)

@@ -1,6 +1,7 @@
 """Fingerprints of compiled programs, and their comparison on resume."""
 
 import json
+import types
 from typing import Any
 
 import gin
@@ -45,9 +46,10 @@ def test_the_fingerprint_depends_on_the_computation_and_not_on_source_lines():
 
 def test_another_program_for_the_same_phase_is_refused_by_name():
   phase = Phase(chunk_size=8, chunks=2, backprop_chunks=2)
+  settings: Any = types.SimpleNamespace(hunt_nan=False, grad_norm_by_layer=False)
 
   def programs(constant, train_steps=6):
-    name = trainer._program_name(phase, train_steps, hunt_nan=False)
+    name = trainer._program_name(phase, train_steps, settings)
     return consistency.fingerprints({name: compiled(constant)})
 
   saved = {'executable': programs(1.0)}

@@ -83,7 +83,7 @@ def test_every_kind_of_difference_is_a_fact_of_a_record():
 
 
 def test_a_run_ends_after_its_steps_or_its_patience():
-  lengths = Lengths(train_steps=9, log_every=1, eval_every=2, checkpoint_every=4, patience=2)
+  lengths = Lengths(train_steps=9, eval_every=2, checkpoint_every=4, patience=2, target_loss=0.4)
   none: Any = None
   run = resume.RunState(none, none, lengths, none, 0, none)
   for step, loss in ((2, 1.0), (4, 1.5), (6, None)):
@@ -96,6 +96,8 @@ def test_a_run_ends_after_its_steps_or_its_patience():
   assert 'stopped early: 2 evaluations' in str(run.done())
   run.note_loss(0.5)
   assert run.lowest == (8, 0.5, 0) and run.done() is None
+  run.note_loss(0.4)
+  assert 'the validation loss 0.4000, after step 8, has reached' in str(run.done())
   run.step = 9
   assert run.done() == 'train_steps=9 are done'
   assert [step for step in range(1, 10) if lengths.is_due(4, step)] == [4, 8, 9]

@@ -10,7 +10,7 @@ import tiny_run
 from valkyrie import main
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
-from valkyrie.run.lengths import Lowest
+from valkyrie.run.lengths import Lengths, Lowest
 
 
 @pytest.fixture
@@ -56,8 +56,12 @@ def test_a_run_ends_when_validation_no_longer_improves_and_stays_ended(start, tm
 
 def test_patience_begins_anew_with_a_lower_loss():
   lowest = Lowest(3, 1.0, 4)
-  assert lowest.stops(None) is None and lowest.stops(5) is None
-  assert 'after step 3' in lowest.stops(4)
+
+  def end(patience):
+    return Lengths(9, 1, 1, patience).early_end(lowest)
+
+  assert end(None) is None and end(5) is None
+  assert 'after step 3' in end(4)
 
 
 def test_chosen_steps_are_profiled(start, tmp_path):

@@ -59,8 +59,9 @@ _Function = TypeVar('_Function', bound=Callable)
 def check(name: str, value: Any, annotation: Any, where: str = '') -> None:
   """Raises a ConfigurationError, which begins with `where`, for a value out of its range.
 
-  Each of several numbers is in the range, which may be anywhere in the annotation, as in
-  `Sequence[PositiveInt] | None`. None is in every range, and an empty sequence in none.
+  Each of several numbers, which may be in pairs, is in the range, which may be anywhere in the
+  annotation, as in `Sequence[PositiveInt] | None`. None is in every range, and an empty sequence in
+  none.
   """
   kind, permitted = range_in(annotation)
   if permitted is None:
@@ -70,19 +71,19 @@ def check(name: str, value: Any, annotation: Any, where: str = '') -> None:
   if kind is int:
     number = 'an integer'
     numeric = numbers.Integral
-  values = [value]
   is_several = isinstance(value, list | tuple)
   if is_several and value:
-    values = value
-  for item in values:
-    if item is None:
-      continue
-    is_truth = isinstance(item, bool)
-    is_number = isinstance(item, numeric) and not is_truth
-    if not is_number or item not in permitted:
-      raise ConfigurationError(
-        f'{where}{name} = {item!r} is out of range. Use {number} in {permitted.interval}.'
-      )
+    for item in value:
+      check(name, item, annotation, where)
+    return
+  if value is None:
+    return
+  is_truth = isinstance(value, bool)
+  is_number = isinstance(value, numeric) and not is_truth
+  if not is_number or value not in permitted:
+    raise ConfigurationError(
+      f'{where}{name} = {value!r} is out of range. Use {number} in {permitted.interval}.'
+    )
 
 
 def check_fields(settings: Any) -> None:

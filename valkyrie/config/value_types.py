@@ -31,7 +31,7 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
     if value is None or not is_literal:
       continue
     file = earlier.get(statement.name)
-    if statement.is_flag and file and not _is_a(value, type(file.parsed.value)):
+    if statement.is_flag and file and not _may_replace(value, file.parsed.value):
       advice = _as_integer(value) or ' Pass a value of the same type.'
       raise ConfigurationError(
         f'{statement.where} is {_shown(value)}, but {file.where} has '
@@ -97,6 +97,17 @@ def _makes_parts(annotation: Any) -> bool:
   if typing.get_origin(annotation) is collections.abc.Callable:
     return arguments[0] == []
   return any(map(_makes_parts, arguments))
+
+
+def _may_replace(value: Any, other: Any) -> bool:
+  """Whether a literal has the type of another one, or is several in place of one number.
+
+  A parameter that takes both, such as a schedule, says so in its annotation, which is checked next.
+  """
+  kinds = {type(value), type(other)}
+  has_several = bool(kinds & {list, tuple})
+  has_number = bool(kinds & {int, float})
+  return (has_several and has_number) or _is_a(value, type(other))
 
 
 def _is_a(value: Any, kind: type) -> bool:

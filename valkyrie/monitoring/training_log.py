@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from valkyrie.monitoring import chips, hook_values, memory
+from valkyrie.monitoring.log_schedule import LogSchedule, is_due
 from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
@@ -35,16 +36,16 @@ class TrainingLog:
   """Averages the metrics of steps, and writes them while a later step is running.
 
   Reading a number from a device waits for the device. The log therefore reads the metrics of a step
-  only after the next step was dispatched, and then passes them to `check`. It writes a line every
-  `every` steps, and after the last. Speeds count steps only: the time inside `untimed` is left out.
-  `began` is the time at which the process began.
+  only after the next step was dispatched, and then passes them to `check`. It writes a line when
+  `every` says so, and after the last. Speeds count steps only: the time inside `untimed` is left
+  out. `began` is the time at which the process began.
   """
 
   writer: RunWriter
   setup: Setup
   reading: Reading
   _: dataclasses.KW_ONLY
-  every: int
+  every: LogSchedule
   total_steps: int
   check: Callable[[int, StepMetrics], None] = lambda step, metrics: None
   began: float = dataclasses.field(default_factory=time.perf_counter)
@@ -140,7 +141,7 @@ class TrainingLog:
     step, metrics = running
     self._steps.append(metrics)
     is_last = step == self.total_steps
-    if is_last or step % self.every == 0:
+    if is_last or is_due(self.every, step):
       self._write(step)
     self.check(step, metrics)
 

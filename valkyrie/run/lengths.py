@@ -1,4 +1,4 @@
-"""The lengths of a run: its steps, the steps between its reports, and its patience."""
+"""The lengths of a run: its steps, the steps between its reports, and when it ends early."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,25 +11,16 @@ class Lowest(NamedTuple):
   loss: float
   since: int = 0
 
-  def stops(self, patience: int | None) -> str | None:
-    """Why the run ends, if `patience` evaluations have found no lower loss."""
-    if patience is None or self.since < patience:
-      return None
-    return (
-      f'stopped early: {self.since} evaluations found no lower loss than {self.loss:.4f}, after '
-      f'step {self.step} (train.patience={patience})'
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """When a run logs, evaluates, saves and ends; `train` explains and checks the numbers."""
+  """When a run evaluates, saves and ends; `train` explains and checks the numbers."""
 
   train_steps: int
-  log_every: int
   eval_every: int
   checkpoint_every: int
   patience: int | None = None
+  target_loss: float | None = None
 
   def is_due(self, every: int, step: int) -> bool:
     """Whether something that happens every so many steps, and after the last, follows `step`."""
@@ -39,6 +30,20 @@ class Lengths:
     """Why the run ends after `step` steps; None if it goes on."""
     if step >= self.train_steps:
       return f'train_steps={self.train_steps} are done'
+    return self.early_end(lowest)
+
+  def early_end(self, lowest: Lowest | None) -> str | None:
+    """Why the run ends before its last step; None if it does not."""
     if lowest is None:
       return None
-    return lowest.stops(self.patience)
+    if self.target_loss is not None and lowest.loss <= self.target_loss:
+      return (
+        f'stopped early: the validation loss {lowest.loss:.4f}, after step {lowest.step}, has '
+        f'reached train.target_loss={self.target_loss}'
+      )
+    if self.patience is not None and lowest.since >= self.patience:
+      return (
+        f'stopped early: {lowest.since} evaluations found no lower loss than {lowest.loss:.4f}, '
+        f'after step {lowest.step} (train.patience={self.patience})'
+      )
+    return None

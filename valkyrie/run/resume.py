@@ -145,16 +145,13 @@ class RunState:
 
     A follower of the run ends at a step that has `stopped`.
     """
-    stopped = None
-    if self.lowest is not None:
-      stopped = self.lowest.stops(self.lengths.patience)
     return {
       **facts(self.setup, self.feed, self.programs),
       'schedule': self.setup.schedule(self.step),
       'position': self.reading.position(self.step),
       'stretches': self.reading.stretches,
       'lowest': self.lowest,
-      'stopped': stopped,
+      'stopped': self.lengths.early_end(self.lowest),
       'validation_loss': self.losses.get(self.step),
     }
 

@@ -12,7 +12,7 @@ import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
-from valkyrie.config.ranges import PositiveInt, PositiveInt64, checked
+from valkyrie.config.ranges import PositiveFloat, PositiveInt, PositiveInt64, checked
 from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
@@ -21,6 +21,7 @@ from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
 from valkyrie.monitoring import memory, model_info, system
+from valkyrie.monitoring.log_schedule import LogSchedule, check_schedule
 from valkyrie.monitoring.patience import may_pass_when_opened, patiently
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
@@ -56,7 +57,7 @@ class Observers(NamedTuple):
 @gin.configurable
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
-  'hooks', 'preemption', 'refused_steps', 'patience', 'profile_steps', 'trackers',
+  'hooks', 'preemption', 'refused_steps', 'patience', 'target_loss', 'profile_steps', 'trackers',
   'quiet',
 )  # fmt: skip
 @checked
@@ -72,10 +73,11 @@ def train(
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
   # Lengths.
   train_steps: PositiveInt,
-  log_every: PositiveInt64,
+  log_every: LogSchedule,
   eval_every: PositiveInt64,
   checkpoint_every: PositiveInt64,
   patience: PositiveInt | None = None,
+  target_loss: PositiveFloat | None = None,
   # Origin.
   initial_weights: str | None = None,
   allow_changed: Sequence[str] = (),
@@ -93,7 +95,10 @@ def train(
     checkpoints: which steps are kept.
     train_steps: optimizer steps in all, those before a resume included.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
+      `log_every` can be pairs (first step, steps between two lines from this step on), such as
+      ((1, 1), (100, 20)), which logs each of the first steps.
     patience: evaluations without a lower validation loss after which the run ends; None for none.
+    target_loss: the validation loss, in nats per token of the quick part, at which the run ends.
     initial_weights: the source of the first weights, see `InitialWeights`; None initializes them.
     allow_changed: which differences from the run that saved to accept, see --allow_changed.
     hooks: called after every step, besides the run's own; their numbers are logged.
@@ -106,7 +111,8 @@ def train(
     Preempted: the process was asked to stop, and has saved.
   """
   began = time.perf_counter()
-  lengths = Lengths(train_steps, log_every, eval_every, checkpoint_every, patience)
+  lengths = Lengths(train_steps, eval_every, checkpoint_every, patience, target_loss)
+  check_schedule('train.log_every', log_every)
   weights = None
   if initial_weights is not None:
     weights = InitialWeights(initial_weights)

@@ -19,7 +19,7 @@ from valkyrie.run.resume import Origin, RunState
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.nan_hunt import hunting
 from valkyrie.training.reading import Reading
-from valkyrie.training.setup import Setup
+from valkyrie.training.setup import Setup, StepSettings
 from valkyrie.training.train_state import TrainState
 from valkyrie.training.train_step import StepMetrics
 from valkyrie.types import Batch
@@ -70,16 +70,16 @@ class Trainer:
       if phase.shape not in compiled:
         compiled[phase.shape] = self._compiled(phase, devices)
     compilation_cache.seal()
-    hunt_nan = self.setup.settings.hunt_nan
+    settings = self.setup.settings
     train_steps = self.run.lengths.train_steps
     programs = {}
     for phase in phases:
-      name = _program_name(phase, train_steps, hunt_nan)
+      name = _program_name(phase, train_steps, settings)
       programs[name] = compiled[phase.shape]
     self.run.programs = consistency.fingerprints(programs)
     self._compare_programs(is_autotuned=consistency.is_autotuned(devices))
     self._steps = dict(compiled)
-    if hunt_nan:
+    if settings.hunt_nan:
       for phase in phases:
         step = self.setup.train_step(phase, remat=False)
         self._steps[phase.shape] = hunting(compiled[phase.shape], step)
@@ -198,14 +198,16 @@ def _shape_text(phase: Phase) -> str:
   return text
 
 
-def _program_name(phase: Phase, train_steps: int, hunt_nan: bool) -> str:
+def _program_name(phase: Phase, train_steps: int, settings: StepSettings) -> str:
   """The name of a phase's program in a checkpoint's record.
 
   It contains everything that may change on resume and changes the program: the end of the learning
-  rate's schedule, the number of processes, and whether the state is donated.
+  rate's schedule, the number of processes, whether the state is donated, and norms by layer.
   """
-  kept = ''
-  if hunt_nan:
-    kept = ', state not donated'
+  more = ''
+  if settings.hunt_nan:
+    more += ', state not donated'
+  if settings.grad_norm_by_layer:
+    more += ', norms by layer'
   count = jax.process_count()
-  return f'{_shape_text(phase)}, of {train_steps} steps, {count} processes{kept}'
+  return f'{_shape_text(phase)}, of {train_steps} steps, {count} processes{more}'

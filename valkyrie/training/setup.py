@@ -19,6 +19,7 @@ from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.model import Model
 from valkyrie.models.parts import sums_of_parts
 from valkyrie.sharding.partitioner import Partitioner
+from valkyrie.training import gradient_norms
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.gradient_term import gradient_term
 from valkyrie.training.objective import Prediction, Term, terms_of
@@ -30,7 +31,9 @@ from valkyrie.types import Batch, Carry, TaskFeed
 
 
 @gin.configurable
-@may_change_on_resume('batch_size', 'hunt_nan', 'check_mixers')  # a checkpoint records the rows
+@may_change_on_resume(  # a checkpoint records the rows
+  'batch_size', 'hunt_nan', 'grad_norm_by_layer', 'check_mixers'
+)
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
   """The settings that decide the compiled train steps.
@@ -48,6 +51,7 @@ class StepSettings:
     micro_batches: groups into which each device's rows are split; their gradients add up.
     average_decay: of an exponential moving average of the parameters, such as 0.999, which
       evaluations and generation then use; None keeps none.
+    grad_norm_by_layer: log the norm of the gradient of each layer, too.
     check_mixers: check imported mixers as a run starts, which takes seconds.
   """
 
@@ -64,6 +68,7 @@ class StepSettings:
   hunt_nan: bool = False
   micro_batches: PositiveInt = 1
   average_decay: Annotated[float, Range('(0, 1)')] | None = None
+  grad_norm_by_layer: bool = False
   check_mixers: bool = True
 
   def __post_init__(self):
@@ -149,6 +154,9 @@ class Setup:
     if not remat:
       plain = functools.partial(self.settings.model, remat_policy=None)
       model = self._extended(language_model.transform(plain))
+    norms = gradient_norms.by_part
+    if self.settings.grad_norm_by_layer:
+      norms = gradient_norms.by_part_and_layer
     return make_train_step(
       model,
       self.optimizer,
@@ -161,6 +169,7 @@ class Setup:
       terms=self.terms,
       micro_batches=self.settings.micro_batches,
       average_decay=self.settings.average_decay,
+      norms=norms,
     )
 
   def trace(self, phase: Phase) -> jax.stages.Traced:

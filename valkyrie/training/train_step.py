@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.models.model import Model
-from valkyrie.models.parts import sums_of_parts
-from valkyrie.training import rounding, tbptt
+from valkyrie.training import gradient_norms, rounding, tbptt
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.data_parallel import in_micro_batches, shard_map_step
 from valkyrie.training.gradient_term import gradient_term
@@ -35,7 +34,7 @@ _ROUNDING = 0x726F756E
 class StepMetrics(NamedTuple):
   """Scalars of a step, on the devices.
 
-  part_norms: the norm of the gradient of each part, see `models.parts`.
+  part_norms: norms of the gradient, see `gradient_norms`.
   skipped: as in the TrainState after it; spiked: whether this step was refused for its loss.
   """
 
@@ -61,6 +60,7 @@ class StepParts(NamedTuple):
   terms: Terms = PREDICTION
   micro_batches: int = 1
   average_decay: float | None = None
+  norms: Callable[[Params], dict[str, Array]] = gradient_norms.by_part
 
   def learns(self, module: str, name: str) -> bool:
     """Whether a parameter learns."""
@@ -156,9 +156,7 @@ def read_batch(parts: StepParts, state: TrainState, batch: Batch) -> Reading:
   zeros = jax.tree.map(jnp.zeros_like, rounding.wide(state.params))
   gradient = hk.data_structures.merge(zeros, gradient)
   norm = optax.tree.norm(gradient)
-  squares = sums_of_parts(gradient, lambda leaf: jnp.sum(jnp.square(leaf)))
-  part_norms = {part: jnp.sqrt(total) for part, total in squares.items()}
-  return Reading(gradient, norm, part_norms, carry, sums, objective)
+  return Reading(gradient, norm, parts.norms(gradient), carry, sums, objective)
 
 
 def _read_once(
