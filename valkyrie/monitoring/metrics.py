@@ -1,7 +1,8 @@
 """Metrics of text and speed, computed from sums over tokens on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
+import statistics
 
 Metrics = dict[str, float | None]
 BY_POSITION = 'loss_by_position/'
@@ -76,4 +77,14 @@ def speed_metrics(
     'tokens_per_second_per_device': per_device,
     'tflops_per_second_per_device': teraflops,
     'mfu': mfu,
+  }
+
+
+def step_time_metrics(seconds: Mapping[int, float]) -> Metrics:
+  """The standard deviation of the seconds of steps, the slowest one's, and its number."""
+  slowest = max(seconds, key=lambda step: seconds[step])
+  return {
+    'step_seconds_deviation': statistics.pstdev(seconds.values()),
+    'step_seconds_slowest': seconds[slowest],
+    'slowest_step': slowest,
   }

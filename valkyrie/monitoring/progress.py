@@ -135,6 +135,7 @@ def describe(metrics: Mapping[str, Any]) -> list[str]:
     'accuracy': 'accuracy {:.2%}',
     'tokens_per_second': '{:,.0f} tokens/s',
     'step_seconds': '{:.3g} s a step',
+    'step_seconds_slowest': 'slowest {:.3g} s',
     'tflops_per_second_per_device': '{:.3g} TFLOP/s per device',
     'mfu': '{:.1%} of peak',
     'grad_norm': 'gradient {:.3g}',

@@ -10,7 +10,7 @@ import jax
 
 from valkyrie.monitoring import chips, hook_values, memory
 from valkyrie.monitoring.log_schedule import LogSchedule, is_due
-from valkyrie.monitoring.metrics import Metrics, speed_metrics, text_metrics
+from valkyrie.monitoring.metrics import Metrics, speed_metrics, step_time_metrics, text_metrics
 from valkyrie.monitoring.writers import RunWriter
 from valkyrie.training.reading import Reading
 from valkyrie.training.setup import Setup
@@ -57,8 +57,8 @@ class TrainingLog:
     self._running: tuple[int, StepMetrics] | None = None
     self._steps: list[StepMetrics] = []  # read since the last line
     self._noted: dict[str, float | str] = {}
-    self._timed: list[int] = []  # the steps since the last line that count for its speed
-    self._seconds = 0.0  # the time of these steps
+    self._timed: dict[int, float] = {}  # the seconds of the steps that count for the next line
+    self._seconds = 0.0  # their time, with that of the running step so far
     self._all_seconds = 0.0  # the time of all steps before
     self._since: float | None = None  # when the clock was read; None while it stands still
 
@@ -73,7 +73,7 @@ class TrainingLog:
     self._running = (step, metrics)
     self._ended_at = ended_at
     if self._since is not None:
-      self._timed.append(step)
+      self._timed[step] = 0.0
 
   def call_hooks(self, hooks: Iterable[Hook], step: int, state: Any, metrics: Any) -> None:
     """Calls hooks, and adds their numbers and texts to the next line, as 'hooks/NAME'."""
@@ -140,6 +140,11 @@ class TrainingLog:
       return
     step, metrics = running
     self._steps.append(metrics)
+    jax.block_until_ready(metrics)
+    self._read_clock()
+    if step in self._timed:
+      before = sum(self._timed.values())
+      self._timed[step] = self._seconds - before
     is_last = step == self.total_steps
     if is_last or is_due(self.every, step):
       self._write(step)
@@ -148,7 +153,6 @@ class TrainingLog:
   def _write(self, step: int) -> None:
     steps: list[StepMetrics] = jax.device_get(self._steps)
     self._steps = []
-    self._read_clock()
     self._all_seconds += self._seconds
     scalars: dict[str, Any] = {'tokens': self.reading.tokens(step)}
     scalars |= self.reading.progress(step)
@@ -161,7 +165,7 @@ class TrainingLog:
     scalars['device_memory_peak'] = memory.device_peak()
     scalars |= self._speeds()
     self._seconds = 0.0
-    self._timed = []
+    self._timed = {}
     scalars |= self._noted
     self.writer.write_scalars(step, scalars)
     texts = {}
@@ -204,7 +208,7 @@ class TrainingLog:
     tokens = 0
     for number in self._timed:
       tokens += tokens_until(number) - tokens_until(number - 1)
-    return speed_metrics(
+    speeds = speed_metrics(
       tokens=tokens,
       steps=len(self._timed),
       seconds=self._seconds,
@@ -212,6 +216,7 @@ class TrainingLog:
       flops_per_token=self.setup.model.about.train_flops_per_token,
       peak_flops=chips.peak_flops(jax.devices()[0].device_kind),
     )
+    return speeds | step_time_metrics(self._timed)
 
 
 def _is_ready(metrics: StepMetrics) -> bool:

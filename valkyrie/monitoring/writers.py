@@ -33,7 +33,14 @@ _WITHOUT = 'Install the packages of setup.py, or set create_writers.tensorboard 
 _PACKAGES = ('clu', 'tensorboard', 'tensorflow')
 _LONGEST_IMPORT = 300.0  # seconds that the end of a run waits for the import
 _GROUPS = {
-  'throughput': ('step_seconds', 'tokens_per_second', 'tflops_per_second', 'mfu', 'goodput'),
+  'throughput': (
+    'step_seconds',
+    'slowest_step',
+    'tokens_per_second',
+    'tflops_per_second',
+    'mfu',
+    'goodput',
+  ),
   'memory': ('host_memory', 'device_memory'),
 }
 
