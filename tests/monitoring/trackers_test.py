@@ -119,7 +119,8 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_a_run_writes_to_its_trackers(tmp_path, monkeypatch, capsys):
   calls = library('wandb', monkeypatch)
   tiny_run.write_stores(tmp_path / 'data', 'letters', 'abc')
-  more = 'train.trackers = (@WeightsAndBiases(),)\nWeightsAndBiases.project = "long"\n'
+  more = 'trackers = (@WeightsAndBiases(),)\nWeightsAndBiases.project = "long"\n'
+  more += 'train.trackers = %trackers\nevaluate.trackers = %trackers\n'
   (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=more))
   gin.clear_config(clear_constants=True)
   assert main.main([f'--gin_file={tmp_path / "run.gin"}', f'--model_dir={tmp_path / "run"}']) == 0
@@ -128,5 +129,16 @@ def test_a_run_writes_to_its_trackers(tmp_path, monkeypatch, capsys):
   assert {'train/loss', 'eval/loss', 'train/tokens_per_second'} <= {
     n for log in logged for n in log
   }
+  assert calls[-1][0] == 'finish'
+
+  identity = calls[0][2]['id']
+  calls.clear()
+  gin.clear_config(clear_constants=True)
+  assert main.main([f'--model_dir={tmp_path / "run"}', '--run_mode=eval', '--follow']) == 0
+  of_follower = calls[0][2]  # a run of its own: its steps come after later ones of the trainer
+  assert (of_follower['id'], of_follower['name']) == (f'{identity}-eval_whole', 'run eval_whole')
+  (((log,), _),) = [call[1:] for call in calls if call[0] == 'log']
+  assert log['step'] == 2 and log['eval_whole/loss'] > 0
+  assert ('define_metric', ('*',), {'step_metric': 'step'}) in calls
   assert calls[-1][0] == 'finish'
   capsys.readouterr()

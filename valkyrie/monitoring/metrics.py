@@ -81,7 +81,12 @@ def speed_metrics(
 
 
 def step_time_metrics(seconds: Mapping[int, float]) -> Metrics:
-  """The standard deviation of the seconds of steps, the slowest one's, and its number."""
+  """The standard deviation of the seconds of steps, the slowest one's, and its number.
+
+  {} for fewer than two steps.
+  """
+  if len(seconds) < 2:
+    return {}
   slowest = max(seconds, key=lambda step: seconds[step])
   return {
     'step_seconds_deviation': statistics.pstdev(seconds.values()),

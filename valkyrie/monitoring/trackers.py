@@ -26,12 +26,15 @@ class Run(NamedTuple):
   id: a name that stays the same when the run is resumed.
   step: the number of steps done by earlier processes.
   configuration: the gin bindings, without secrets.
+  stream: of evaluations in a process of their own, such as 'eval_whole'; '' for training. They are
+    another run in a service, since two processes cannot write to one.
   """
 
   model_dir: str
   id: str
   step: int
   configuration: Mapping[str, Any]
+  stream: str = ''
 
 
 class Tracker(Protocol):
@@ -44,7 +47,7 @@ class Tracker(Protocol):
     """Called once, before the first step of this process."""
 
   def write(self, stream: str, step: int, numbers: Numbers) -> None:
-    """Called with the numbers of a step of training, 'train', or of an evaluation, 'eval'.
+    """Called with the numbers of a step of training, 'train', or of an evaluation, such as 'eval'.
 
     A resumed run repeats the steps since the last checkpoint.
     """
@@ -65,7 +68,9 @@ class Tracking:
     model_dir: str | os.PathLike,
     step: int,
     say: Callable[[str], None],
+    stream: str = '',
   ):
+    """Starts the trackers of a process that trains, or that evaluates for a stream."""
     active = []
     if jax.process_index() == 0:
       active = list(trackers)
@@ -77,7 +82,9 @@ class Tracking:
     self._watched = list(zip(active, watchers, strict=True))
     if active:
       identity = _id(pathlib.Path(model_dir), say)
-      run = Run(os.fspath(model_dir), identity, step, bindings())
+      if stream:
+        identity = f'{identity}-{stream}'
+      run = Run(os.fspath(model_dir), identity, step, bindings(), stream)
       self._call('start', run)
 
   def stream(self, name: str) -> Callable[[int, Numbers], None]:
@@ -126,6 +133,8 @@ class _Client:
     """Begins or resumes the run, which is by default named after its directory."""
     folder_name = os.path.basename(os.path.abspath(run.model_dir))
     name = self._options['name'] or folder_name
+    if run.stream:
+      name = f'{name} {run.stream}'
     options |= {**self._options, 'name': name, 'resume': 'allow'}
     configuration = dict(run.configuration)
     self._run = self._package.init(**options, config=configuration)

@@ -21,6 +21,7 @@ from valkyrie.monitoring import pictures
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.metrics import Metrics
 from valkyrie.monitoring.progress import describe
+from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.waiting import doing
 from valkyrie.monitoring.watcher import Watcher
 from valkyrie.monitoring.writers import create_writers
@@ -50,6 +51,7 @@ def evaluate(
   name: str = '',
   step: str = LATEST,
   follow: bool = False,
+  trackers: Sequence[Tracker] = (),
 ) -> None:
   """Evaluates a run's checkpoint on the whole validation split; writes and prints metrics.
 
@@ -63,6 +65,7 @@ def evaluate(
     step: the checkpoint, see `weights.restored`; the mean of several needs a `name`.
     follow: evaluate every checkpoint that has no evaluation yet, and those to come, as they are
       committed. Without a name, the metrics go to model_dir/eval_whole.
+    trackers: receive the metrics, as a run of their own.
 
   Raises a ConfigurationError without such a step, or if metrics would mix with those of other data
   or bindings.
@@ -88,6 +91,8 @@ def evaluate(
   with doing('opening the validation data', _say):
     measure = evaluator(language_model.transform(model), mesh, terms=terms)
 
+  tracking = Tracking(trackers, model_dir, 0, _say, stream)
+
   def of_step(step: str) -> None:
     with doing('reading the checkpoint', _say):
       params, numbers = restored_params(measure.model, mesh, model_dir, measure.vocabulary, step)
@@ -108,7 +113,7 @@ def evaluate(
       place = f'{stream}_cut_{cut}'
       if cut is None:
         place = stream
-      with create_writers(model_dir, name=place) as writer:
+      with create_writers(model_dir, name=place, also=[tracking.stream(place)]) as writer:
         writer.write_scalars(number, metrics)
       if jax.process_index() == 0:
         described = ', '.join(describe(metrics))
@@ -116,18 +121,19 @@ def evaluate(
     if jax.process_index() == 0:
       _draw(pathlib.Path(model_dir), found, name)
 
-  if not follow:
-    of_step(step)
-    return
-  steps = steps_of(model_dir)
-  done = set(by_step(pathlib.Path(model_dir, stream, 'metrics.jsonl')))
-  for number in _committed(steps, done, last_step):
-    try:
-      of_step(str(number))
-    except ValkyrieError:
-      if number in steps.find():
-        raise
-      print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
+  with contextlib.closing(tracking):
+    if not follow:
+      of_step(step)
+      return
+    steps = steps_of(model_dir)
+    done = set(by_step(pathlib.Path(model_dir, stream, 'metrics.jsonl')))
+    for number in _committed(steps, done, last_step):
+      try:
+        of_step(str(number))
+      except ValkyrieError:
+        if number in steps.find():
+          raise
+        print(f'step {number} was deleted before it was read (Checkpoints.keep)', file=sys.stderr)
 
 
 def _say(line: str) -> None:
