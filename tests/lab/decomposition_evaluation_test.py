@@ -23,8 +23,8 @@ from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
 from valkyrie.lab.decomposition import draws
 from valkyrie.lab.decomposition.adversary import Adversary
-from valkyrie.lab.decomposition.components import harvest
 from valkyrie.lab.decomposition.evaluation import ComponentScores
+from valkyrie.lab.decomposition.harvest import harvest
 from valkyrie.lab.decomposition.importance import NETS, PerComponent
 from valkyrie.lab.decomposition.page import (
   SPAN,
@@ -341,6 +341,42 @@ def test_a_harvest_has_the_most_important_windows_and_the_telling_tokens(tmp_pat
           assert token.bits == pytest.approx(pmi, rel=1e-6)
 
 
+def test_held_out_windows_are_of_other_chunks_and_half_of_them_are_active(tmp_path):
+  _, params, _ = built()
+  device = Partitioner((('data', 1),), (), (), manual=True)
+  strict = dataclasses.replace(scores(), threshold=0.85)  # in half of the documents
+  measure = Evaluator(target(), device, feed(tmp_path), ROWS, 64, terms=(strict,))
+  measure.open()
+  sites = harvest(SplitReader(measure, strict, params), shown=C, windows=2, held_out=6)
+  (source,) = measure.sources.values()
+  batch = source.read(0, source.row_tokens)
+  features, _ = read(batch, activations=(SITES,))
+
+  def halves(g, window):
+    """The halves of the chunks in which a window may lie: 0 is shown, 1 is held out."""
+    size = len(window.ids)
+    found = set()
+    for row, t in np.argwhere(batch.inputs == window.ids[0]):
+      span = slice(t, t + size)
+      same = np.array_equal(batch.inputs[row, span], window.ids)
+      if same and np.allclose(g[row, span], window.importances, atol=1e-5):
+        found.add((row + t // 64) % 2)
+    return found
+
+  tested = 0
+  for path, site in zip((GATE, OUT), sites, strict=True):
+    g = importances(features.sites[path], *factors(path))[0]
+    for component in site.components:
+      of_component = g[..., component.number]
+      assert all(0 in halves(of_component, window) for window in component.windows)
+      assert all(1 in halves(of_component, window) for window in component.held_out)
+      active = [bool((window.importances > 0.85).any()) for window in component.held_out]
+      each = len(active) // 2
+      assert each <= 3 and active == [True] * each + [False] * each
+      tested += each
+  assert tested
+
+
 def test_a_page_shows_texts_and_nothing_of_them_is_markup():
   text = 'é<b>\n\u202e'
   ids = np.asarray(BYTES.encode(text))
@@ -394,8 +430,10 @@ def test_a_run_is_evaluated_shown_and_exported(tmp_path, capsys):
   )
   assert 'components/active/layers.0.s5.b' in metrics
   assert 'components/kl/adversarial' not in metrics  # nothing is attacked
-  said = start('--run_mode=components')
+  said = start('--run_mode=components', '--gin.components.labeled=2')
   assert 'components_1.html: ' in said and 'clusters_1.json: ' in said
+  prompts = (run / 'labels_1' / 'prompts.jsonl').read_text().splitlines()
+  assert 1 <= len(prompts) <= 4 and f'asks for labels of {len(prompts)} components' in said
   clusters = json.loads((run / 'clusters_1.json').read_text())
   members = [m for cluster in clusters['clusters'] for m in cluster['members']]
   assert {m['site'] for m in members + clusters['alone']} <= {'layers.0.mlp.out', 'layers.0.s5.b'}

@@ -56,16 +56,21 @@ def open_file(path: pathlib.Path) -> BinaryIO:
 def append(path: pathlib.Path, content: bytes) -> None:
   """Appends to a file of a run all of the bytes, or none; raises as `opened`."""
   with opened(path) as file, locked(file):
-    begin = os.fstat(file.fileno()).st_size
-    written = 0
-    try:
-      while written < len(content):
-        written += file.write(content[written:])
-    except OSError:
-      size = os.fstat(file.fileno()).st_size
-      if size == begin + written:  # nobody has appended without the lock
-        owned.cut(file, begin)
-      raise
+    write_whole(file, content)
+
+
+def write_whole(file: BinaryIO, content: bytes) -> None:
+  """Appends all of the bytes, or none, to a file that is `opened` and locked; raises OSError."""
+  begin = os.fstat(file.fileno()).st_size
+  written = 0
+  try:
+    while written < len(content):
+      written += file.write(content[written:])
+  except OSError:
+    size = os.fstat(file.fileno()).st_size
+    if size == begin + written:  # nobody has appended without the lock
+      owned.cut(file, begin)
+    raise
 
 
 def _open_literally(path: str, flags: int) -> int:

@@ -74,6 +74,8 @@ class Component(NamedTuple):
   mean: the mean importance.
   share: the share of tokens at which it is active.
   inputs, outputs: the tokens at which it is active, and the tokens that follow.
+  held_out: further windows, which are not shown: it is active in the first half of them.
+  label: what somebody says of it.
   """
 
   number: int
@@ -82,6 +84,8 @@ class Component(NamedTuple):
   windows: Sequence[Window]
   inputs: Sequence[Token]
   outputs: Sequence[Token]
+  held_out: Sequence[Window] = ()
+  label: str = ''
 
 
 class ShownSite(NamedTuple):
@@ -158,11 +162,12 @@ def _component(component: Component, decode: Decode, *, unfolded: bool) -> str:
   texts = '\n'.join(_text(window, decode) for window in component.windows)
   chips = ' '.join(_chip(token, decode) for token in component.inputs[:4])
   is_open = ' open' if unfolded else ''
+  label = f'<em>{_visible(component.label)}</em>' if component.label else ''
   return (
     f'<details{is_open}>\n<summary><b>{component.number}</b>'
     f'<meter value="{component.share:.4f}"></meter>active at {_percent(component.share)} of tokens'
     f'<small>mean importance {component.mean:.3g}</small>'
-    f'<span>{chips}</span></summary>\n'
+    f'<span>{chips}</span>{label}</summary>\n'
     f'<div><dl>{tables}</dl>\n<div class="texts">{texts}</div></div>\n</details>'
   )
 
