@@ -91,6 +91,7 @@ ZERO = {
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
   'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens', 'clustered',
+  'labeled', 'held_out',
 }  # fmt: skip
 # At most 1.
 UNIT = {
