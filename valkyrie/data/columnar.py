@@ -6,6 +6,7 @@ error of the file, too.
 """
 
 from collections.abc import Iterator, Sequence
+import itertools
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,8 @@ import pyarrow.parquet
 
 _INDEXED = b'ARROW1'  # begins arrow's file form; its stream form has no index
 _ROWS_AT_ONCE = 1024
-_MOST_VALUES = 2**26  # in the lists of these rows: a small file can have many empty values
+_VALUES_AT_ONCE = 2**20  # in the lists of these rows
+_MOST_VALUES = 2**26  # in the lists of one row: a small file can have many empty values
 Row = dict[str, Any]
 
 
@@ -36,12 +38,19 @@ def filled_groups(file: pyarrow.parquet.ParquetFile) -> list[int]:
 
 def parquet_rows(
   file: pyarrow.parquet.ParquetFile, group: int, columns: Sequence[str]
-) -> Iterator[Row]:
-  """The rows of a row group; raises errors of pyarrow, or a ValueError."""
+) -> Iterator[tuple[int, Row]]:
+  """The rows of a row group, with their numbers in the file from 0.
+
+  Raises errors of pyarrow, or a ValueError.
+  """
+  footer = file.metadata
+  groups_before = range(group)
+  first = sum(footer.row_group(before).num_rows for before in groups_before)
   table = file.read_row_group(group, columns=[*columns])
   table.validate(full=True)
-  for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-    yield from _values(batch)
+  batches = table.to_batches(max_chunksize=_ROWS_AT_ONCE)
+  rows = itertools.chain.from_iterable(map(_values, batches))
+  yield from enumerate(rows, first)
 
 
 def is_indexed(begin: bytes) -> bool:
@@ -57,21 +66,27 @@ def arrow_names(stream: Any, *, indexed: bool) -> list[str]:
 
 def arrow_rows(
   stream: Any, columns: Sequence[str], part: int, parts: int, *, indexed: bool
-) -> Iterator[Row]:
-  """The rows of every `parts`-th batch; raises errors of pyarrow, or a ValueError."""
+) -> Iterator[tuple[int, Row]]:
+  """The rows of every `parts`-th batch, with their numbers in the file from 0.
+
+  Raises errors of pyarrow, or a ValueError.
+  """
   with _open(stream, indexed) as reader:
     batches = reader
     if indexed:
       numbers = range(reader.num_record_batches)
       batches = map(reader.get_batch, numbers)
+    next_row = 0
     for number, batch in enumerate(batches):
+      first = next_row
+      next_row += batch.num_rows
       if number % parts != part:
         continue
       chosen = batch.select([*columns])
       chosen.validate(full=True)
       for begin in range(0, chosen.num_rows, _ROWS_AT_ONCE):
         some_rows = chosen.slice(begin, _ROWS_AT_ONCE)
-        yield from _values(some_rows)
+        yield from enumerate(_values(some_rows), first + begin)
 
 
 def _open(stream: Any, indexed: bool) -> Any:
@@ -80,19 +95,26 @@ def _open(stream: Any, indexed: bool) -> Any:
   return pyarrow.ipc.open_stream(stream)
 
 
-def _values(batch: pa.RecordBatch) -> list[Row]:
-  """The rows of a validated batch as Python's values."""
+def _values(batch: pa.RecordBatch) -> Iterator[Row]:
+  """The rows of a validated batch as Python's values; long rows are read a few at once."""
   for field, column in zip(batch.schema, batch.columns, strict=True):
-    if _count(column) > _MOST_VALUES:
-      raise ValueError(f'{batch.num_rows} rows of its column {field.name} hold too many values')
+    count = _count(column)
+    if batch.num_rows == 1 and count > _MOST_VALUES:
+      raise ValueError(f'a row of its column {field.name} holds too many values')
+    if batch.num_rows > 1 and count > _VALUES_AT_ONCE:
+      half = batch.num_rows // 2
+      yield from _values(batch.slice(0, half))
+      yield from _values(batch.slice(half))
+      return
   try:
-    return batch.to_pylist()
+    rows = batch.to_pylist()
   except (pa.ArrowException, MemoryError):
     raise
   except Exception as error:  # any conversion may fail, for instance of a date
     described = [f'{field.name} of {field.type}' for field in batch.schema]
     kinds = ', '.join(described)
     raise ValueError(f'Python cannot hold a value of its columns {kinds}: {error}') from error
+  yield from rows
 
 
 def _count(column: pa.Array) -> int:

@@ -11,7 +11,8 @@ from valkyrie.errors import ConfigurationError, with_home
 # Suffixes of the formats that `records` reads, and of a compression around them.
 # Tables beside texts are usually metadata, so a folder with both is read without its tables.
 TABLES = ('.json', '.csv', '.tsv')
-ROWS = ('.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)  # several documents in a file
+ARRAY = '.npy'  # of token ids
+ROWS = ('.jsonl', '.ndjson', '.parquet', '.arrow', ARRAY, *TABLES)  # several documents in a file
 FORMATS = ('.txt', '.md', '.jsonl', '.ndjson', '.parquet', '.arrow', *TABLES)
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd'}
 _MAX_NAMED = 5
@@ -46,7 +47,7 @@ def without_compression(path: str) -> str:
 def without_formats(path: str) -> str:
   """A path without the suffixes of a compression and of a known format."""
   plain = without_compression(path)
-  if suffix(plain) not in FORMATS:
+  if suffix(plain) not in (*FORMATS, ARRAY):
     return plain
   stem, _ = posixpath.splitext(plain)
   return stem

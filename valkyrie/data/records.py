@@ -1,4 +1,4 @@
-"""Rows of texts: in plain text, JSON, CSV, parquet and arrow, or streamed from Hugging Face."""
+"""Rows of plain text, JSON, CSV, parquet, arrow and npy, or streamed from Hugging Face."""
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from valkyrie import foreign, packages
-from valkyrie.data import columnar, file_names, line_rows
+from valkyrie.data import array_rows, columnar, file_names, line_rows
+from valkyrie.data.file_names import ARRAY
 from valkyrie.data.line_rows import REPAIR
 from valkyrie.data.source_file import SourceFile
 from valkyrie.data.source_files import FORMATS, SourceFiles, format_of
@@ -24,7 +25,7 @@ from valkyrie.foreign import shown
 _SEPARATORS = {'.csv': ',', '.tsv': '\t'}
 _OF_LINES = ('.jsonl', '.ndjson', '.json', *_SEPARATORS)
 _OF_COLUMNS = ('.parquet', '.arrow')
-_OF_ROWS = (*_OF_LINES, *_OF_COLUMNS)
+_OF_ROWS = (*_OF_LINES, *_OF_COLUMNS, ARRAY)
 _DOCUMENTS = (b'%PDF-', b'{\\rtf')  # of letters, but not text
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BLOCK = 2**20  # bytes
@@ -33,6 +34,7 @@ STREAMED = 'hf://'  # begins the address of a data set: hf://OWNER/NAME/CONFIGUR
 _NAMED_BY = {  # the option that names a column -> what to do without the column
   'column': 'Name the one to read: --gin.text_column=\'"NAME"\' with gin/data/text.gin, '
   '--gin.messages_column=\'"NAME"\' with gin/data/conversations.gin, '
+  '--gin.ids_column=\'"NAME"\' with gin/data/token_ids.gin, '
   "TaskFeed.options = {'column': 'NAME'} elsewhere, or --option=column=NAME of build_store",
   'prompt': 'Name the one to read: --gin.prompt_column=\'"NAME"\', or --option=prompt=NAME of '
   'build_store',
@@ -64,8 +66,9 @@ class Records:
 
   `columns` may be a mapping with the option that names each column, for messages.
   A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
-  column `text`. JSON is an object a line, a list of objects, or an object. `rows` divides files,
-  row groups of parquet, batches of arrow and rows of JSON and CSV among the parts. `check`
+  column `text`. JSON is an object a line, a list of objects, or an object. A row of an npy file is
+  in the first column. `rows` divides files, row groups of parquet, batches of arrow, and rows of
+  JSON, CSV and npy among the parts. `check`
   gets each row, the columns, and the row's place for errors, and returns what `rows` yields.
   `split` is as in `SourceFiles`. `also` names columns that are read where they are, and says of
   each whether a row that has it may lack the others.
@@ -99,7 +102,7 @@ class Records:
       )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:
-      kind = format_of(file.path)
+      kind = self._kind(file)
       if not file.size and kind in _OF_ROWS:
         raise DataError(f'{file} is empty. {REPAIR}')
       if kind == '.parquet':
@@ -117,19 +120,19 @@ class Records:
     """The rows of one of `parts` parts; each row is in exactly one part."""
     columns = list(self._columns)
     for number, (file, group) in enumerate(self._groups):
-      kind = format_of(file.path)
-      place = f'A row of {file}'
+      kind = self._kind(file)
       if kind in _OF_LINES:  # may be one large file, so its rows are divided
         read = self._lines(file, part, parts)
       elif kind == '.arrow':
-        read = ((place, row) for row in self._batches(file, part, parts))
-      elif number % parts == part:
-        rows = self._text(file)
-        if kind == '.parquet':
-          rows = self._group(file, group)
-        read = ((place, row) for row in rows)
-      else:
+        read = _placed(file, self._batches(file, part, parts))
+      elif kind == ARRAY:
+        read = _placed(file, self._array(file, part, parts))
+      elif number % parts != part:
         continue
+      elif kind == '.parquet':
+        read = _placed(file, self._group(file, group))
+      else:
+        read = self._text(file)
       with self._errors(file):
         for place, row in read:
           yield self._check(row, columns, place)
@@ -145,6 +148,13 @@ class Records:
     """The number of the files, for store.json."""
     return {'files': len(self.files.files)}
 
+  def _kind(self, file: SourceFile) -> str:
+    """The format of a file; an array is one only where arrays are read."""
+    kind = format_of(file.path)
+    if kind == ARRAY and ARRAY not in self.files.formats:
+      return ''
+    return kind
+
   def _row_groups(self, file: SourceFile) -> list[int]:
     """The numbers of the row groups that have rows. Some of many files may be empty."""
     with self._errors(file):
@@ -156,13 +166,19 @@ class Records:
       self._present(schema.names, str(file))
     return groups
 
-  def _group(self, file: SourceFile, group: int) -> Iterator[Row]:
+  def _group(self, file: SourceFile, group: int) -> Iterator[tuple[int, Row]]:
     stream = self.files.open_at_random(file)
     opened = columnar.parquet_file(stream)
     columns = self._present(opened.schema_arrow.names, str(file))
     yield from columnar.parquet_rows(opened, group, columns)
 
-  def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[Row]:
+  def _array(self, file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, Row]]:
+    first_column, *_ = self._columns
+    with self.files.open_at_random(file) as stream:
+      for number, values in array_rows.npy_rows(stream, str(file), part, parts):
+        yield number, {first_column: values}
+
+  def _batches(self, file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, Row]]:
     with self.files.open(file) as stream:
       begin = stream.read(8)
     indexed = columnar.is_indexed(begin)
@@ -175,7 +191,7 @@ class Records:
     with opened(file) as stream:
       yield from columnar.arrow_rows(stream, columns, part, parts, indexed=indexed)
 
-  def _text(self, file: SourceFile) -> Iterator[Row]:
+  def _text(self, file: SourceFile) -> Iterator[tuple[str, Row]]:
     with self.files.open(file) as stream:
       content = foreign.whole(stream, lambda piece: _check_text(piece, str(file)))
     text = content.decode('utf-8-sig').replace('\r\n', '\n')
@@ -186,7 +202,7 @@ class Records:
         f'{file} is JSON, but its name does not say so. Rename it to end with .json or '
         '.jsonl: then its columns are read.'
       )
-    yield {'text': text}
+    yield str(file), {'text': text}
 
   def _lines(self, file: SourceFile, part: int, parts: int) -> Iterator[tuple[str, Row]]:
     kind = format_of(file.path)
@@ -285,11 +301,10 @@ class StreamedRecords:
       builder = _revision(self._location)
       _check_splits(self._location, builder)
       columns = list(self._columns)
-      place = f'A row of {self._location}'
-      streamed = builder.as_streaming_dataset(split='train')
-      for row in itertools.islice(streamed, part, None, parts):
+      streamed = enumerate(builder.as_streaming_dataset(split='train'), 1)
+      for number, row in itertools.islice(streamed, part, None, parts):
         _present(self._columns, self._also, list(row), self._location)
-        yield self._check(row, columns, place)
+        yield self._check(row, columns, f'Row {number} of {self._location}')
 
   def describe(self) -> dict[str, Any]:
     """For store.json: the hash of the revision, since the files are not known."""
@@ -347,6 +362,12 @@ def _present(
   if repeated:
     raise DataError(f'{place} has columns of one name: {_named(names)}. Rename all but one.')
   return chosen
+
+
+def _placed(file: SourceFile, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[str, Row]]:
+  """Rows with their numbers in the file from 0 -> rows with their places for people, from 1."""
+  for number, row in rows:
+    yield f'Row {number + 1} of {file}', row
 
 
 def _named(columns: Sequence[str], most: int = 12) -> str:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from valkyrie import foreign
+from valkyrie.data.array_rows import npy_header
 from valkyrie.errors import DataError, StorageError, ValkyrieError
 
 REBUILD = (
@@ -23,7 +24,6 @@ REBUILD = (
 )
 _OPEN_FILES = 64  # files that stay open: a store may have more shards than a process may open
 _OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
-_NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class ArrayFile:
@@ -95,15 +95,12 @@ class ArrayFile:
     return rows
 
   def _header(self, stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and shape that the file says; numpy parses Python there and raises many types."""
+    """The dtype and shape that the file says."""
     try:
-      version = np.lib.format.read_magic(stream)
-      shape, in_columns, dtype = _NPY[version](stream)
+      shape, in_columns, dtype = npy_header(stream)
       if in_columns and len(shape) > 1:
         raise ValueError('it is in Fortran order, expected C order')
-    except OSError:
-      raise
-    except Exception as error:
+    except ValueError as error:
       reason = foreign.reason(error)
       raise DataError(f'{self.path} is not a readable array ({reason}). {REBUILD}') from error
     return dtype, shape

@@ -1,0 +1,67 @@
+"""Rows of an .npy file, read a few at once. An array of objects, which need pickle, is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from valkyrie import foreign
+from valkyrie.errors import DataError
+
+_AT_ONCE = 2**24  # bytes
+_HEADERS = {
+  (1, 0): np.lib.format.read_array_header_1_0,
+  (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def npy_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+  """(shape, whether it is stored by columns, dtype) of an .npy file, at whose array it leaves off.
+
+  Raises a ValueError if the file is damaged: numpy parses Python there, and raises many types.
+  """
+  try:
+    version = np.lib.format.read_magic(stream)
+    return _HEADERS[version](stream)
+  except OSError:
+    raise
+  except Exception as error:
+    raise ValueError(f'its header is wrong: {foreign.reason(error)}') from error
+
+
+def npy_rows(stream: Any, file: str, part: int, parts: int) -> Iterator[tuple[int, np.ndarray]]:
+  """The rows of one of `parts` parts of an array, with their numbers in it from 0.
+
+  Args:
+    stream: the open file, which can seek.
+    file: its name for messages.
+
+  Raises:
+    DataError: the array has not two dimensions, or is stored by columns.
+    ValueError: the file is damaged.
+  """
+  shape, by_columns, dtype = npy_header(stream)
+  if dtype.hasobject:
+    raise ValueError('it has objects of Python')
+  if len(shape) != 2 or by_columns:
+    order = ' by columns' if by_columns else ''
+    raise DataError(
+      f'{file} has an array of the shape {shape}{order}, expected [rows, tokens] by rows. Save it '
+      'again: numpy.save(FILE, numpy.ascontiguousarray(IDS.reshape(ROWS, TOKENS))).'
+    )
+  rows, columns = shape
+  begin = stream.tell()
+  row_bytes = columns * dtype.itemsize
+  expected = begin + rows * row_bytes
+  found = stream.seek(0, 2)
+  if found != expected:
+    raise ValueError(f'it has {found:,} bytes, and its shape {shape} needs {expected:,}')
+  first = rows * part // parts
+  end = rows * (part + 1) // parts
+  stream.seek(begin + first * row_bytes)
+  at_once = max(1, _AT_ONCE // max(1, row_bytes))
+  for number in range(first, end, at_once):
+    count = min(at_once, end - number)
+    content = stream.read(count * row_bytes)
+    values = np.frombuffer(content, dtype)
+    yield from enumerate(values.reshape(count, columns), number)
