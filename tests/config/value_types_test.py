@@ -91,7 +91,7 @@ ZERO = {
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
   'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens', 'clustered',
-  'labeled', 'held_out',
+  'labeled', 'held_out', 'replication_tolerance',
 }  # fmt: skip
 # At most 1.
 UNIT = {
@@ -107,6 +107,7 @@ UNIT = {
   'pass_carry',
   'source',
   'threshold',
+  'replication_tolerance',
 }
 ENDLESS = {
   'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations',

@@ -692,9 +692,12 @@ def test_model_info_has_every_parameter_and_totals():
     ['mu/model/mlp/b', '(4)', 'bfloat16', '-', '()', '8', '8']
   ]
   assert model_info.replication(shapes) == [
-    'warning: 5.88% of the bytes of parameters are whole on every device, more than 2%; the '
-    'largest is model/mlp/b. A rule of Partitioner.axis_rules for one of its logical axes splits '
-    'it; model_info.txt has them'
+    'warning: 5.88% of the bytes of parameters are whole on every device, more than 2.00% '
+    '(train.replication_tolerance); the largest is model/mlp/b. A rule of Partitioner.axis_rules '
+    'for one of its logical axes splits it; model_info.txt has them'
+  ]
+  assert model_info.replication(shapes, tolerance=0.06) == [
+    '5.88% of the bytes of parameters are whole on every device'
   ]
   assert model_info.replication({'model/mlp': shapes['model/mlp']}) == []  # nothing is split
 

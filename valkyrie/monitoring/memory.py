@@ -85,7 +85,18 @@ def lines(when: str = '') -> list[str]:
     if facts:
       listed = ', '.join(facts)
       texts.append(f'memory of {device}{when}: {listed}')
+  if device_peak() is None:
+    arrays = in_units(_live_bytes())
+    texts.append(f'arrays on the devices{when}: {arrays} (they do not report their memory)')
   return texts
+
+
+def _live_bytes() -> int:
+  """The bytes of all jax arrays on the devices of this process."""
+  total = 0
+  for array in jax.live_arrays():
+    total += sum(shard.data.nbytes for shard in array.addressable_shards)
+  return total
 
 
 def of_program(program: jax.stages.Compiled) -> str:

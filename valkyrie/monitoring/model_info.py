@@ -11,7 +11,7 @@ from valkyrie.models.parts import is_of_model
 from valkyrie.monitoring.memory import in_units
 from valkyrie.types import leaves_by_path
 
-TOLERANCE = 0.02  # MaxText's `sharding_tolerance`: the share of parameters that may be replicated
+TOLERANCE = 0.02  # as MaxText's `sharding_tolerance`
 
 _COLUMNS = (
   'parameter',
@@ -32,13 +32,16 @@ class Weight(NamedTuple):
   per_device: int
 
 
-def text(parameters: Any, axes: Any, counts: Any, optimizer_state: Any) -> str:
+def text(
+  parameters: Any, axes: Any, counts: Any, optimizer_state: Any, remarks: Sequence[str] = ()
+) -> str:
   """Totals, and tables of parameters, of modules and of the optimizer's state.
 
   Args:
     parameters, optimizer_state: arrays or their shapes, with shardings of one mesh.
     axes: the logical axes of each parameter, in the structure of `parameters`.
     counts: the numbers of `Model.counts`, in the same structure.
+    remarks: lines that follow the totals.
   """
   leaves = leaves_by_path(parameters)
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
@@ -48,7 +51,7 @@ def text(parameters: Any, axes: Any, counts: Any, optimizer_state: Any) -> str:
   states: list[tuple[str, ...]] = [('state of the optimizer', *_COLUMNS[1:])]
   for path, leaf in leaves_by_path(optimizer_state).items():
     states.append(_row(path, leaf, '-'))
-  lines = [_totals(leaves, counts), '']
+  lines = [_totals(leaves, counts), *remarks, '']
   lines += _table(rows)
   lines.append('')
   lines += _table(_modules(leaves, leaves_by_path(counts)))
@@ -58,12 +61,15 @@ def text(parameters: Any, axes: Any, counts: Any, optimizer_state: Any) -> str:
   return '\n'.join(lines)
 
 
-def replication(parameters: Any) -> list[str]:
-  """A line about parameters that every device has whole, if the layout splits some others."""
+def replication(parameters: Any, tolerance: float = TOLERANCE) -> list[str]:
+  """A line about parameters that every device has whole, if the layout splits some others.
+
+  It is a warning if their share of the bytes is above the tolerance.
+  """
   held: dict[str, int] = {}
   total = 0
   for path, leaf in leaves_by_path(parameters).items():
-    weight = _weight(leaf)
+    weight = weigh(leaf)
     total += weight.whole
     if weight.per_device == weight.whole:
       held[path] = weight.whole
@@ -71,18 +77,19 @@ def replication(parameters: Any) -> list[str]:
   if size in (0, total):
     return []
   line = f'{size / total:.2%} of the bytes of parameters are whole on every device'
-  if size > TOLERANCE * total:
+  if size > tolerance * total:
     largest = max(held, key=lambda path: held[path])
     line = (
-      f'warning: {line}, more than {TOLERANCE:.0%}; the largest is {largest}. A rule of '
-      'Partitioner.axis_rules for one of its logical axes splits it; model_info.txt has them'
+      f'warning: {line}, more than {tolerance:.2%} (train.replication_tolerance); the largest is '
+      f'{largest}. A rule of Partitioner.axis_rules for one of its logical axes splits it; '
+      'model_info.txt has them'
     )
   return [line]
 
 
 def _totals(leaves: Mapping[str, Any], counts: Any) -> str:
   """The first line."""
-  weights = [_weight(leaf) for leaf in leaves.values()]
+  weights = [weigh(leaf) for leaf in leaves.values()]
   held = sum(weight.elements for weight in weights)
   total = sum(weight.whole for weight in weights)
   per_device = sum(weight.per_device for weight in weights)
@@ -116,14 +123,15 @@ def _modules(leaves: Mapping[str, Any], counts: Mapping[str, int]) -> list[tuple
     for level in range(1, len(parts)):
       module = '/'.join(parts[:level])
       parameters[module] = parameters.get(module, 0) + counts[path]
-      sizes[module] = sizes.get(module, 0) + _weight(leaf).whole
+      sizes[module] = sizes.get(module, 0) + weigh(leaf).whole
   rows: list[tuple[str, ...]] = [('module', 'parameters', 'bytes')]
   for module in sorted(parameters, key=lambda name: name.split('/')):
     rows.append((module, f'{parameters[module]:,}', f'{sizes[module]:,}'))
   return rows
 
 
-def _weight(leaf: Any) -> Weight:
+def weigh(leaf: Any) -> Weight:
+  """The bytes of an array, or of its shape with a sharding."""
   width = np.dtype(leaf.dtype).itemsize
   elements = math.prod(leaf.shape)
   elements_per_device = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -131,7 +139,7 @@ def _weight(leaf: Any) -> Weight:
 
 
 def _row(path: str, leaf: Any, logical_axes: str) -> tuple[str, ...]:
-  weight = _weight(leaf)
+  weight = weigh(leaf)
   return (
     path,
     _tuple(leaf.shape),

@@ -12,7 +12,7 @@ import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
-from valkyrie.config.ranges import PositiveFloat, PositiveInt, PositiveInt64, checked
+from valkyrie.config.ranges import Fraction, PositiveFloat, PositiveInt, PositiveInt64, checked
 from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
@@ -20,7 +20,7 @@ from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
 from valkyrie.distributed.preemption import Preemption
 from valkyrie.errors import Preempted
-from valkyrie.monitoring import memory, model_info, system
+from valkyrie.monitoring import memory, model_info, planned, system
 from valkyrie.monitoring.log_schedule import LogSchedule, check_schedule
 from valkyrie.monitoring.patience import may_pass_when_opened, patiently
 from valkyrie.monitoring.progress import Progress
@@ -34,7 +34,6 @@ from valkyrie.run.lengths import Lengths
 from valkyrie.run.observers import Profile, Refusals, Saver, Validation
 from valkyrie.run.resume import Origin, RunState
 from valkyrie.run.trainer import Trainer, batches
-from valkyrie.storage import whole_file
 from valkyrie.training import kernel_check
 from valkyrie.training.objective import evaluations
 from valkyrie.training.setup import Setup, StepSettings, check_feed, check_mixers
@@ -58,7 +57,7 @@ class Observers(NamedTuple):
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
   'hooks', 'preemption', 'refused_steps', 'patience', 'target_loss', 'profile_steps', 'trackers',
-  'quiet',
+  'replication_tolerance', 'quiet',
 )  # fmt: skip
 @checked
 def train(
@@ -85,6 +84,7 @@ def train(
   hooks: Sequence[Hook] = (),
   trackers: Sequence[Tracker] = (),
   profile_steps: tuple[PositiveInt, PositiveInt] | None = None,
+  replication_tolerance: Fraction = model_info.TOLERANCE,
   quiet: bool = False,
 ) -> None:
   """Trains until `train_steps` steps are done, from the newest checkpoint in model_dir if any.
@@ -104,6 +104,8 @@ def train(
     hooks: called after every step, besides the run's own; their numbers are logged.
     trackers: receive the numbers that are logged.
     profile_steps: the first and the last step to profile, into model_dir/profile.
+    replication_tolerance: the share of the bytes of parameters that every device may have whole
+      without a warning, in a layout that splits some.
     quiet: print only errors. All lines go to model_dir/log.txt, too.
 
   Raises:
@@ -136,7 +138,8 @@ def train(
       log_file = pathlib.Path(model_dir, 'log.txt')
     progress.log_to(log_file)
     progress.say(*system.lines(), *setup.remarks())
-    progress.say(*model_info.replication(setup.state.params))
+    progress.say(*model_info.replication(setup.state.params, replication_tolerance))
+    progress.say(*planned.lines(setup))
     with doing('comparing kernels', progress.say):
       setup = setup.with_kernels(kernel_check.agreeing_lengths(setup, progress.say))
     tokens = feed()
@@ -146,7 +149,11 @@ def train(
     evaluate = evaluator(setup.language_model, setup.partitioner, terms=evaluations(setup.terms))
     evaluate.open()
 
-    # State: initial, or of the newest checkpoint.
+    # State: initial, or of the newest checkpoint. A new run has its table before.
+    progress.say(*memory.lines(' before the state'))
+    if jax.process_index() == 0 and directory.latest_step() is None:
+      write_table = functools.partial(planned.write, pathlib.Path(model_dir), setup)
+      patiently(write_table, checkpoints.patience, progress.say, passes=may_pass_when_opened)
     with doing('making or restoring the state', progress.say):
       run = RunState.restore(setup, tokens, lengths, directory, origin, progress.say)
     trainer = Trainer(run, directory, origin, stop, progress.say)
@@ -267,8 +274,5 @@ def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabu
   """Writes the configuration, the tokenizer, and the table of parameters."""
   write_configuration(model_dir)
   write_operative_configuration(model_dir)
-  axes = setup.model.parameter_axes(setup.partitioner.parameter_axes)
-  state = setup.state
-  text = model_info.text(state.params, axes, setup.model.counts(), state.optimizer_state)
-  whole_file.write_version(model_dir / 'model_info.txt', text.encode())
+  planned.write(model_dir, setup)
   vocabularies.copy(vocabulary, model_dir)
