@@ -192,8 +192,8 @@ class _Done:
     if self._answers < asked:
       first = '; '.join(first_of(self._failures, _MOST_NAMED))
       raise Unreachable(
-        f'{text} No answer: {first}. The answers are kept, and the same command sends the others: '
-        'mend what the endpoint says first.'
+        f'{text} No answer: {first}. Mend what this says, and run the same command again: the '
+        'answers are kept, and only the other requests are sent.'
       )
     return f'{text}\n'
 

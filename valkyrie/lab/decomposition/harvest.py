@@ -160,6 +160,8 @@ class _Windows:
     """The key that a further window has to exceed."""
     if len(self._windows) < self._size:
       return 0.0
+    if not self._size:
+      return float('inf')
     return self._windows[0][0]
 
   def add(self, key: float, place: tuple[str, int, int], window: Window) -> None:
@@ -197,8 +199,8 @@ class _Kept:
     self.inputs = Counter[int]()
     self.outputs = Counter[int]()
     self.largest = _Windows(windows * _SPARE)
-    self.active = _Windows(held_out * _SPARE)
-    self.quiet = _Windows(held_out * _SPARE)
+    self.active = _Windows(held_out // 2 * _SPARE)
+    self.quiet = _Windows(held_out // 2 * _SPARE)
 
   def held_out(self, count: int) -> list[Window]:
     """At most `count` held-out windows, as many active ones as quiet ones."""
