@@ -21,7 +21,10 @@ setup(
   # In a clone gin/ and tasks/ stand at the top; a wheel carries them inside the package.
   packages=[*find_packages(include=['valkyrie', 'valkyrie.*']), 'valkyrie.gin', 'valkyrie.tasks'],
   package_dir={'valkyrie.gin': 'gin', 'valkyrie.tasks': 'tasks'},
-  package_data={'valkyrie': ['py.typed'], 'valkyrie.gin': ['**/*.gin']},
+  package_data={
+    'valkyrie': ['py.typed', 'lab/decomposition/page_files/*'],
+    'valkyrie.gin': ['**/*.gin'],
+  },
   entry_points={
     'console_scripts': [
       'valkyrie = valkyrie.main:main',

@@ -21,20 +21,14 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.data.feed import TaskFeed
-from valkyrie.lab.decomposition import draws
+from valkyrie.lab.decomposition import draws, page
 from valkyrie.lab.decomposition.adversary import Adversary
+from valkyrie.lab.decomposition.clusters import Cluster, Clustering, Member
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.harvest import harvest
 from valkyrie.lab.decomposition.importance import NETS, PerComponent
-from valkyrie.lab.decomposition.page import (
-  SPAN,
-  Component,
-  ShownSite,
-  Token,
-  Window,
-  page,
-  pieces,
-)  # fmt: skip
+from valkyrie.lab.decomposition.own_text import ActiveComponent, ReadText
+from valkyrie.lab.decomposition.shown import SPAN, Component, ShownSite, Token, Window
 from valkyrie.lab.decomposition.split import SplitReader
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
@@ -377,22 +371,74 @@ def test_held_out_windows_are_of_other_chunks_and_half_of_them_are_active(tmp_pa
   assert tested
 
 
-def test_a_page_shows_texts_and_nothing_of_them_is_markup():
+def data_of(page_folder, name):
+  """The value of a file of data of a page, whose script is one call with JSON."""
+  script = (page_folder / 'data' / f'{name}.js').read_bytes().decode('ascii')
+  head = f'receive("{name}", '
+  assert script.startswith(head) and script.endswith(');\n')
+  return json.loads(script.removeprefix(head).removesuffix(');\n'))
+
+
+def content_of_a_page():
+  """One component of two, in a cluster, and a text of the user."""
   text = 'é<b>\n\u202e'
   ids = np.asarray(BYTES.encode(text))
-  assert pieces(ids.tolist(), BYTES.decode) == ['', 'é', '<', 'b', '>', '\n', '', '', '\u202e']
   window = Window(ids, np.linspace(0, 1, len(ids)), len(ids) - 1)
   token = Token(1.5, 0.25, BYTES.encode('<')[0])
-  component = Component(7, 0.01, 0.02, [window], [token], [])
+  component = Component(7, 0.01, 0.02, [window], [token], [], label='</script>')
   site = ShownSite('a<b', 1, 0.02, np.array([0.01, 0]), [component])
-  found = page('run', [site], BYTES.decode)
-  assert '<i class="h10 peak">·</i>' in found and '&lt;</i><i' in found and '↵' in found
-  assert found.count('é') == 1 and '<b>\n' not in found and '\u202e' not in found
-  assert 'a&lt;b' in found and 'a<b' not in found
-  assert '1.5 bits, 25%' in found and 'active at 2.00% of tokens' in found
-  assert not re.search(
-    r'https?://(?!www\.w3\.org)|<script|<link|<img(?! alt="[^"<>]*" src="data:image)', found
-  )
+  members = [Member('a<b', 7, 5), Member('a<b', 1, 3)]
+  clustering = Clustering([Cluster(members, math.nan)], [], 0)
+  active = [[ActiveComponent('a<b', 7, 1.25)], *([] for _ in ids[1:])]
+  own = ReadText('../<x>.txt', ids.tolist(), active)
+  return page.PageContent('run', [site], clustering, [own])
+
+
+def test_a_page_is_data_beside_a_program_that_makes_no_markup(tmp_path):
+  page.write(tmp_path / 'page', content_of_a_page(), BYTES.decode)
+  index = data_of(tmp_path / 'page', 'index')
+  assert index['title'] == 'Components of run'
+  (site,) = index['sites']
+  assert site == {'name': 'a<b', 'components': 2, 'alive': 1, 'active': 0.02, 'means': [0.01, 0]}
+  lines = index['components']
+  assert {name: value for name, (value,) in lines.items()} == {
+    'site': 0,
+    'number': 7,
+    'mean': 0.01,
+    'share': 0.02,
+    'tokens': ['<'],
+    'label': '</script>',
+    'cluster': 0,
+  }
+  assert index['clusters'] == [{'stability': None, 'members': [[0, 7, 5], [0, 1, 3]]}]
+  assert index['readings'] == [{'name': '../<x>.txt', 'tokens': 9}]
+  (texts,) = data_of(tmp_path / 'page', 'texts_0')
+  assert texts['inputs'] == [['<', 1.5, 0.25]] and texts['outputs'] == []
+  (window,) = texts['windows']
+  assert window['pieces'] == ['', 'é', '<', 'b', '>', '↵', '', '', '·']
+  assert window['levels'] == [0, 2, 3, 4, 5, 7, 8, 9, 10] and window['peak'] == 8
+  reading = data_of(tmp_path / 'page', 'reading_0')
+  assert reading['active'] == [[[0, 7, 1.0]], *[[]] * 8]
+  assert ''.join(reading['pieces']) == 'é<b>↵\n·'
+
+  program = (tmp_path / 'page' / 'app.js').read_text()
+  assert not re.search(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', program)
+  start = (tmp_path / 'page' / 'index.html').read_text()
+  names = re.findall(r'(?:src|href)="([^"#]+)"', start)
+  assert names == ['style.css', 'app.js', 'data/index.js']
+  assert not re.search(r'https?://(?!www\.w3\.org)', program + start)
+  assert f'LEVELS = {page._LEVELS};' in program
+
+
+def test_a_later_page_replaces_an_earlier_one_and_nothing_else(tmp_path):
+  folder = tmp_path / 'page'
+  content = content_of_a_page()
+  page.write(folder, content, BYTES.decode)
+  (folder / 'notes.txt').write_text('mine')
+  page.write(folder, content._replace(readings=[]), BYTES.decode)
+  assert sorted(path.name for path in (folder / 'data').iterdir()) == ['index.js', 'texts_0.js']
+  assert (tmp_path / 'page.replaced' / 'notes.txt').read_text() == 'mine'
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['page', 'page.replaced']
 
 
 MORE = """
@@ -430,15 +476,19 @@ def test_a_run_is_evaluated_shown_and_exported(tmp_path, capsys):
   )
   assert 'components/active/layers.0.s5.b' in metrics
   assert 'components/kl/adversarial' not in metrics  # nothing is attacked
-  said = start('--run_mode=components', '--gin.components.labeled=2')
-  assert 'components_1.html: ' in said and 'clusters_1.json: ' in said
+  (tmp_path / 'own.txt').write_text('abcab' * 20)
+  own = f'--gin.components.texts=("{tmp_path / "own.txt"}",)'
+  said = start('--run_mode=components', '--gin.components.labeled=2', own)
+  assert 'components_1/index.html: ' in said and 'clusters_1.json: ' in said
   prompts = (run / 'labels_1' / 'prompts.jsonl').read_text().splitlines()
   assert 1 <= len(prompts) <= 4 and f'asks for labels of {len(prompts)} components' in said
   clusters = json.loads((run / 'clusters_1.json').read_text())
   members = [m for cluster in clusters['clusters'] for m in cluster['members']]
   assert {m['site'] for m in members + clusters['alone']} <= {'layers.0.mlp.out', 'layers.0.s5.b'}
-  shown = (run / 'components_1.html').read_text()
-  assert 'layers.0.s5.b' in shown and 'active at' in shown
+  index = data_of(run / 'components_1', 'index')
+  assert [site['name'] for site in index['sites']] == ['layers.0.mlp.out', 'layers.0.s5.b']
+  reading = data_of(run / 'components_1', 'reading_0')
+  assert len(reading['active']) == index['readings'][0]['tokens'] == 100
 
   start('--run_mode=export', f'--output={tmp_path / "out"}', '--gin.export.form="components"')
   arrays = load_file(tmp_path / 'out' / 'model.safetensors')

@@ -13,7 +13,7 @@ from tiny_run import BYTES
 from valkyrie.errors import DataError, UsageError
 from valkyrie.lab.decomposition import ask, exchange, label_scores, labels
 from valkyrie.lab.decomposition.endpoint import KEY, URL, Endpoint, Failed
-from valkyrie.lab.decomposition.page import Component, ShownSite, Token, Window, page
+from valkyrie.lab.decomposition.shown import Component, ShownSite, Token, Window
 
 SECRET = 'sk-local-0123456789'
 THRESHOLD = 0.5
@@ -207,7 +207,7 @@ def test_labels_are_asked_for_scored_and_shown(folder, environment, capsys):
   assert [score['label'] for score in scores] == [*LETTERS]
   assert {(score['passages'], score['own'], score['shuffled']) for score in scores} == {(4, 1, 0.5)}
   labeled = labels.with_labels(sites(), labels.by_place(folder))
-  assert '<em>d</em>' in page('run', labeled, BYTES.decode)
+  assert [component.label for site in labeled for component in site.components] == [*LETTERS]
   for path in folder.iterdir():
     assert SECRET not in path.read_text()
 
@@ -377,8 +377,8 @@ def test_answers_of_strangers_are_text_and_no_more(folder):
     third: 'it has 301 characters, expected at most 300',
   }
   assert found.strange == 1
-  shown = page('run', labels.with_labels(sites(), labels.by_place(folder)), BYTES.decode)
-  assert '<em>two lines \\u202e&lt;b&gt;</em>' in shown
+  labeled = labels.with_labels(sites(), labels.by_place(folder))
+  assert labeled[0].components[0].label == 'two lines \\u202e<b>'
   for line, message in (
     (b'{"id": "a", "answer": 3}', "line 1, cannot be used: its field 'answer' has 3"),
     (b'{"answer": "b"}', "its field 'id'"),

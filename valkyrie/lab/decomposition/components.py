@@ -1,13 +1,13 @@
-"""The run mode `components`: where each component of a decomposition is important, on one page.
+"""The run mode `components`: where each component of a decomposition is important, as a page.
 
-    model_dir/components_STEP.html
+    model_dir/components_STEP/          see `page`
     model_dir/clusters_STEP.json        see `clusters`
     model_dir/labels_STEP/              see `labels`; the page shows the labels that are there
 
 See `harvest` for what is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import json
 import pathlib
 
@@ -16,11 +16,11 @@ import gin
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
-from valkyrie.lab.decomposition import labels
+from valkyrie.errors import write_errors
+from valkyrie.lab.decomposition import labels, own_text, page
 from valkyrie.lab.decomposition.clusters import as_json
 from valkyrie.lab.decomposition.clusters import clustered as find_clusters
 from valkyrie.lab.decomposition.harvest import harvest
-from valkyrie.lab.decomposition.page import page
 from valkyrie.lab.decomposition.split import SplitReader, component_scores
 from valkyrie.models import language_model
 from valkyrie.run.evaluator import Evaluator
@@ -47,6 +47,7 @@ def components(
   clustered: NonNegativeInt = 1000,
   labeled: NonNegativeInt = 0,
   held_out: NonNegativeInt = 20,
+  texts: Sequence[str] = (),
 ) -> None:
   """Writes a page about the components of a run's checkpoint, and clusters, on one device.
 
@@ -61,10 +62,14 @@ def components(
     labeled: components of each site that get a prompt which asks for a label, the most frequent
       ones that are alive.
     held_out: passages of each that no prompt shows, by which its label is scored; an even number.
+    texts: files of text, which the page shows with the components that are active in them.
 
   Raises:
     ConfigurationError: there is no such step, or the run decomposes nothing.
+    DataError: a text cannot be read.
+    StorageError: the page cannot be written.
   """
+  contents = {name: own_text.content(name) for name in texts}
   step_settings = settings()
   scores = component_scores(step_settings)
   layout = Partitioner((('data', 1),), (), (), manual=True)
@@ -74,6 +79,7 @@ def components(
   params, steps = restored_params(evaluation.model, layout, model_dir, vocabulary, step)
   evaluation.open()
   reader = SplitReader(evaluation, scores, params)
+  readings = [own_text.read(reader, vocabulary, *named) for named in contents.items()]
   numbers = '_'.join(str(number) for number in steps)
   folder = pathlib.Path(model_dir, f'labels_{numbers}')
   if labeled:
@@ -82,6 +88,7 @@ def components(
     print(f'{folder / labels.PROMPTS}: asks for labels of {count:,} components')
   of_places = labels.by_place(folder)
   sites = labels.with_labels(harvest(reader, shown=shown, windows=windows), of_places)
+  clusters = None
   if clustered:
     clusters = find_clusters(reader.importances, scores.threshold, most=clustered)
     path = pathlib.Path(model_dir, f'clusters_{numbers}.json')
@@ -92,9 +99,10 @@ def components(
   for line in changed_bindings(model_dir, step, _SHOWN_PARTS):
     print(f'changed since the checkpoint: {line}')
     title.append(line)
-  text = page('; '.join(title), sites, vocabulary.decode)
-  path = pathlib.Path(model_dir, f'components_{numbers}.html')
-  whole_file.write(path, text.encode(errors='replace'))
+  content = page.PageContent('; '.join(title), sites, clusters, readings)
+  path = pathlib.Path(model_dir, f'components_{numbers}')
+  with write_errors(f'{path} cannot be written'):
+    page.write(path, content, vocabulary.decode)
   count = sum(len(site.components) for site in sites)
   alive = sum(site.alive for site in sites)
-  print(f'{path}: {count:,} of the {alive:,} components that are alive')
+  print(f'{path / page.START}: {count:,} of the {alive:,} components that are alive')

@@ -16,7 +16,7 @@ import numpy as np
 
 from valkyrie.lab.decomposition.evaluation import ALIVE
 from valkyrie.lab.decomposition.masks import ordered
-from valkyrie.lab.decomposition.page import SPAN, Component, ShownSite, Token, Window
+from valkyrie.lab.decomposition.shown import SPAN, Component, ShownSite, Token, Window
 from valkyrie.lab.decomposition.split import SplitChunk, SplitReader
 from valkyrie.models.sites import sites_of
 from valkyrie.types import Batch

@@ -17,7 +17,7 @@ import numpy as np
 from valkyrie import foreign
 from valkyrie.lab.decomposition import exchange
 from valkyrie.lab.decomposition.exchange import Request
-from valkyrie.lab.decomposition.page import Component, Decode, ShownSite, Token, Window, pieces
+from valkyrie.lab.decomposition.shown import Component, Decode, ShownSite, Token, Window, pieces
 
 COMPONENTS = 'components.jsonl'
 PROMPTS = 'prompts.jsonl'

@@ -1,234 +1,229 @@
-"""The page of components: for each site its mean importances, and the texts of its components."""
+"""The page of components: a folder that a browser opens from the disk, and that only shows.
 
-from collections.abc import Callable, Iterable, Sequence
-import html
-import itertools
-from typing import NamedTuple
+    FOLDER/index.html            with app.js and style.css, the program
+    FOLDER/data/index.js         sites, clusters, and a line of each component: what lists need
+    FOLDER/data/texts_N.js       texts of 200 components, which are loaded when one is looked at
+    FOLDER/data/reading_N.js     a text of the user, with the components that are active in it
+    FOLDER/files.json            the names of all these, by which a later page replaces them
+
+A browser reads no files beside a page on a disk except scripts, so each file of data is one: a call
+with JSON. The program makes text nodes of all texts in it, and never markup.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import importlib.resources
+import json
+import pathlib
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie import foreign
+from valkyrie.lab.decomposition.clusters import Clustering
 from valkyrie.lab.decomposition.evaluation import ALIVE
-from valkyrie.monitoring.html_page import document, table
-from valkyrie.monitoring.pictures import Curve, figure
-
-SPAN = 41  # tokens of a window
-_LEVELS = 10  # colors for importances
-_FLOOR = 1e-9  # the smallest mean on a logarithmic axis
-_OPEN = 3  # components of a site that are unfolded
-_STYLE = """
-:root { --heat: 217, 95, 14; --soft: rgba(127, 127, 127, .12); }
-section { border-top: 1px solid var(--line); margin-top: 2.5rem; }
-nav, summary, dd { display: flex; flex-wrap: wrap; gap: .2rem 1rem; align-items: center; }
-dd { margin: 0; }
-details { border: 1px solid var(--line); border-radius: .4rem; margin: .6rem 0; }
-summary { cursor: pointer; padding: .4rem .8rem; font-variant-numeric: tabular-nums; }
-summary:hover, code { background: var(--soft); }
-summary::before { content: '▸'; } [open] > summary::before { content: '▾'; }
-summary b { min-width: 3rem; } meter { width: 6rem; height: .7rem; }
-details > div { padding: .2rem .8rem .6rem; border-top: 1px solid var(--line); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem .8rem; margin: .5rem 0; }
-dt, small { opacity: .7; font-size: .85rem; }
-code, .text { font: .85rem/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; }
-code { border-radius: .2rem; padding: 0 .3rem; white-space: pre; }
-.texts { display: grid; gap: .4rem 1.5rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); }
-.text { margin: 0; padding-left: .6rem; border-left: 3px solid var(--line);
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-i { font-style: normal; padding: .1rem 0; } i.peak { box-shadow: inset 0 -2px 0 currentColor; }
-""" + ''.join(
-  f'.h{n} {{ background: rgba(var(--heat), {0.8 * n / _LEVELS:.2f}); }}\n'
-  for n in range(1, _LEVELS + 1)
+from valkyrie.lab.decomposition.own_text import ReadText
+from valkyrie.lab.decomposition.shown import (
+  SPAN,
+  Component,
+  Decode,
+  ShownSite,
+  Token,
+  Window,
+  pieces,
+  visible,
 )
-_ABOUT = f"""<p>Each box is a component: the product of a column of V and a row of U of a matrix.
-Its importance is a number from 0 to 1 for each token: with 0 it can be removed at this token. A
+from valkyrie.storage import owned
+
+START = 'index.html'
+_PROGRAM = (START, 'app.js', 'style.css')
+_RECORD = 'files.json'
+_LEVELS = 10  # colors of importances, as in app.js
+_TEXTS_IN_FILE = 200  # components
+_MOST_MEANS = 400  # points of a curve
+_STRETCH = 256  # tokens of a text that are decoded together
+_BEFORE = 8  # tokens before these, on which their characters can depend
+_CHIPS = 4  # tokens of a line
+_ABOUT = f"""A component is the product of a column of V and a row of U of a matrix. Its
+importance is a number from 0 to 1 for each token: with 0 it can be removed at this token. A
 component is active where its importance exceeds the threshold of the evaluation, and alive if its
 mean is above {ALIVE:g}. Texts are windows of at most {SPAN} tokens of one document, chosen for the
-largest importances, and at random among equal ones. The text was chosen for its underlined token.
-</p>
-<p>Tokens are ordered by their pointwise mutual information with the activity of the component, in
-bits; the percentages are their shares of its activity. A component without such tokens is active at
-tokens of many kinds.</p>"""
-
-Decode = Callable[[Iterable[int]], str]
+largest importances, and at random among equal ones; each was chosen for its underlined token.
+Tokens are ordered by their pointwise mutual information with the activity of the component, in
+bits; the percentages are their shares of its activity."""
 
 
-class Window(NamedTuple):
-  """Tokens of a document, the importance of the component at each, and the number of the peak."""
+class PageContent(NamedTuple):
+  """What a page shows: sites, clusters if there are any, and texts of the user."""
 
-  ids: np.ndarray
-  importances: np.ndarray
-  peak: int
-
-
-class Token(NamedTuple):
-  """A token, its mutual information with a component's activity, and its share of this activity."""
-
-  bits: float
-  share: float
-  id: int
+  title: str
+  sites: Sequence[ShownSite]
+  clustering: Clustering | None
+  readings: Sequence[ReadText]
 
 
-class Component(NamedTuple):
-  """What is shown of a component.
+def write(folder: pathlib.Path, content: PageContent, decode: Decode) -> None:
+  """Writes a page, in place of an earlier one; raises OSError.
 
-  mean: the mean importance.
-  share: the share of tokens at which it is active.
-  inputs, outputs: the tokens at which it is active, and the tokens that follow.
-  held_out: further windows, which are not shown: it is active in the first half of them.
-  label: what somebody says of it.
+  What somebody else has put into the folder of an earlier page stays beside it, as
+  `owned.new_folder` says.
   """
-
-  number: int
-  mean: float
-  share: float
-  windows: Sequence[Window]
-  inputs: Sequence[Token]
-  outputs: Sequence[Token]
-  held_out: Sequence[Window] = ()
-  label: str = ''
-
-
-class ShownSite(NamedTuple):
-  """What is shown of a site.
-
-  alive: the number of components that are alive.
-  active: the mean number of components that are active at a token.
-  means: [C], the mean importances from the largest to the smallest.
-  """
-
-  name: str
-  alive: int
-  active: float
-  means: np.ndarray
-  components: Sequence[Component]
+  names = [*_PROGRAM]
+  with owned.new_folder(folder, replaces=_recorded(folder)) as place:
+    (place / 'data').mkdir()
+    for name in _PROGRAM:
+      (place / name).write_text(_program(name), encoding='utf-8')
+    for name, value in _data(content, decode):
+      file = f'data/{name}.js'
+      (place / file).write_text(f'receive({json.dumps(name)}, {_json(value)});\n')
+      names.append(file)
+    (place / _RECORD).write_text(json.dumps([*names, _RECORD]))
 
 
-def page(title: str, sites: Sequence[ShownSite], decode: Decode) -> str:
-  """The text of the page."""
-  title = f'Components of {title}'
-  colors = []
-  for level in range(1, _LEVELS + 1):
-    colors.append(f'<i class="h{level}"> {level / _LEVELS:g} </i>')
-  links = []
-  sections = []
-  for number, site in enumerate(sites):
-    links.append(f'<a href="#s{number}">{html.escape(site.name)}</a>')
-    sections.append(_site(number, site, decode))
-  parts = [
-    f'<h1>{html.escape(title)}</h1>\n{_ABOUT}\n<p class="text">importance{"".join(colors)}</p>',
-    _overview(sites),
-    f'<nav>{"".join(links)}</nav>',
-    *sections,
-  ]
-  return document(title, parts, _STYLE)
-
-
-def _overview(sites: Sequence[ShownSite]) -> str:
-  """The table of the sites, and of all together."""
-  rows = [(site.name, len(site.means), site.alive, site.active) for site in sites]
-  components = sum(len(site.means) for site in sites)
-  alive = sum(site.alive for site in sites)
-  active = sum(site.active for site in sites)
-  rows.append(('all', components, alive, active))
-  return table(('site', 'components', 'alive', 'active at a token'), rows)
-
-
-def _site(number: int, site: ShownSite, decode: Decode) -> str:
-  size = len(site.means)
-  means = []
-  for place, mean in enumerate(site.means, 1):
-    shown_mean = max(float(mean), _FLOOR)
-    means.append((float(place), shown_mean))
-  threshold = [(1.0, ALIVE), (float(size), ALIVE)]
-  curves = [Curve('the smallest mean', means), Curve('alive above', threshold)]
-  parts = [
-    f'<section id="s{number}">\n<h2>{html.escape(site.name)}</h2>',
-    f'<p>{site.alive:,} of {size:,} components are alive, and {site.active:.3g} are active at a '
-    f'token. The {len(site.components)} most frequent follow.</p>',
-    figure('Mean importances', 'components, sorted', '', curves, logarithmic='y'),
-  ]
-  for rank, component in enumerate(site.components):
-    parts.append(_component(component, decode, unfolded=rank < _OPEN))
-  parts.append('</section>')
-  return '\n'.join(parts)
-
-
-def _component(component: Component, decode: Decode, *, unfolded: bool) -> str:
-  tables = ''
-  if component.inputs:
-    tables += _token_table('reads', component.inputs, decode)
-  if component.outputs:
-    tables += _token_table('is followed by', component.outputs, decode)
-  texts = '\n'.join(_text(window, decode) for window in component.windows)
-  chips = ' '.join(_chip(token, decode) for token in component.inputs[:4])
-  is_open = ' open' if unfolded else ''
-  label = f'<em>{_visible(component.label)}</em>' if component.label else ''
+def _program(name: str) -> str:
+  """A file of the program, which is part of the package."""
   return (
-    f'<details{is_open}>\n<summary><b>{component.number}</b>'
-    f'<meter value="{component.share:.4f}"></meter>active at {_percent(component.share)} of tokens'
-    f'<small>mean importance {component.mean:.3g}</small>'
-    f'<span>{chips}</span>{label}</summary>\n'
-    f'<div><dl>{tables}</dl>\n<div class="texts">{texts}</div></div>\n</details>'
+    importlib.resources.files('valkyrie.lab.decomposition')
+    .joinpath('page_files', name)
+    .read_text('utf-8')
   )
 
 
-def _token_table(title: str, tokens: Sequence[Token], decode: Decode) -> str:
-  cells = []
-  for token in tokens:
-    numbers = f'{token.bits:.1f} bits, {_percent(token.share)}'
-    cells.append(f'<span>{_chip(token, decode)} <small>{numbers}</small></span>')
-  return f'<dt>{title}</dt><dd>{"".join(cells)}</dd>'
+def _recorded(folder: pathlib.Path) -> list[str]:
+  """The names of the files of an earlier page; none if the folder has no record of a page."""
+  try:
+    names = json.loads(foreign.content(folder / _RECORD))
+  except (OSError, ValueError):
+    return []
+  if not isinstance(names, list):
+    return []
+  return [name for name in names if isinstance(name, str)]
 
 
-def _chip(token: Token, decode: Decode) -> str:
+def _data(content: PageContent, decode: Decode) -> Iterator[tuple[str, Any]]:
+  """(name, value) of each file of data."""
+  numbers = {site.name: number for number, site in enumerate(content.sites)}
+  rows = []
+  for number, site in enumerate(content.sites):
+    for component in site.components:
+      rows.append((number, component))
+  yield 'index', _index(content, rows, numbers, decode)
+  for begin in range(0, len(rows), _TEXTS_IN_FILE):
+    part = rows[begin : begin + _TEXTS_IN_FILE]
+    texts = [_texts(component, decode) for _, component in part]
+    yield f'texts_{begin // _TEXTS_IN_FILE}', texts
+  for number, reading in enumerate(content.readings):
+    yield f'reading_{number}', _reading(reading, numbers, decode)
+
+
+def _index(
+  content: PageContent,
+  rows: Sequence[tuple[int, Component]],
+  numbers: Mapping[str, int],
+  decode: Decode,
+) -> dict[str, Any]:
+  clusters = []
+  cluster_of = {}
+  if content.clustering is not None:
+    for place, cluster in enumerate(content.clustering.clusters):
+      members = []
+      for member in cluster.members:
+        site = numbers[member.site]
+        members.append([site, member.component, member.tokens])
+        cluster_of[site, member.component] = place
+      clusters.append({'stability': _number(cluster.stability), 'members': members})
+  return {
+    'title': f'Components of {visible(content.title)}',
+    'about': ' '.join(_ABOUT.split()),
+    'alive': ALIVE,
+    'texts_in_file': _TEXTS_IN_FILE,
+    'sites': [_site(site) for site in content.sites],
+    'components': {
+      'site': [site for site, _ in rows],
+      'number': [component.number for _, component in rows],
+      'mean': [_number(component.mean) for _, component in rows],
+      'share': [_number(component.share) for _, component in rows],
+      'tokens': [_chips(component, decode) for _, component in rows],
+      'label': [visible(component.label) for _, component in rows],
+      'cluster': [cluster_of.get((site, component.number), -1) for site, component in rows],
+    },
+    'clusters': clusters,
+    'readings': [
+      {'name': visible(reading.name), 'tokens': len(reading.ids)} for reading in content.readings
+    ],
+  }
+
+
+def _site(site: ShownSite) -> dict[str, Any]:
+  count = len(site.means)
+  places = np.unique(np.linspace(0, count - 1, min(count, _MOST_MEANS)).astype(int))
+  return {
+    'name': site.name,
+    'components': count,
+    'alive': site.alive,
+    'active': _number(site.active),
+    'means': [_number(mean) for mean in site.means[places]],
+  }
+
+
+def _chips(component: Component, decode: Decode) -> list[str]:
+  return [_chip(token.id, decode) for token in component.inputs[:_CHIPS]]
+
+
+def _chip(token: int, decode: Decode) -> str:
   """The text of a token, or its number if it has none."""
-  text = _visible(decode([token.id])).replace(' ', '␣')
-  return f'<code>{text or f"#{token.id}"}</code>'
+  text = visible(decode([token])).replace(' ', '␣')
+  return text or f'#{token}'
 
 
-def _text(window: Window, decode: Decode) -> str:
-  """The text of a window; neighbors with the same color are one element."""
+def _texts(component: Component, decode: Decode) -> dict[str, Any]:
+  """What is shown of a component that somebody looks at."""
+  return {
+    'inputs': [_token(token, decode) for token in component.inputs],
+    'outputs': [_token(token, decode) for token in component.outputs],
+    'windows': [_window(window, decode) for window in component.windows],
+  }
+
+
+def _token(token: Token, decode: Decode) -> list[Any]:
+  return [_chip(token.id, decode), _number(token.bits), _number(token.share)]
+
+
+def _window(window: Window, decode: Decode) -> dict[str, Any]:
   importances = np.clip(window.importances, 0, 1)
   levels = np.ceil(importances * _LEVELS).astype(int)
-  styles = [f'h{level}' if level else '' for level in levels]
-  styles[window.peak] += ' peak'
-  all_pieces = pieces(window.ids.tolist(), decode)
-  pairs = zip(styles, all_pieces, strict=True)
-  parts = []
-  for style, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-    joined = ''.join(piece for _, piece in group)
-    text = _visible(joined)
-    if style:
-      text = f'<i class="{style}">{text}</i>'
-    parts.append(text)
-  whole = ''.join(parts)
-  return f'<p class="text">{whole}</p>'
+  texts = [visible(piece) for piece in pieces(window.ids.tolist(), decode)]
+  return {'pieces': texts, 'levels': levels.tolist(), 'peak': window.peak}
 
 
-def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-  """The text that each token adds; a character of several tokens belongs to the last of these."""
-  text = decode(ids)
-  beginnings = [decode(ids[:n]).rstrip('\ufffd') for n in range(1, len(ids))]
-  lengths = map(len, [*beginnings, text])
-  ends = [0, *itertools.accumulate(lengths, max)]
-  return [text[begin:end] for begin, end in itertools.pairwise(ends)]
+def _reading(reading: ReadText, numbers: Mapping[str, int], decode: Decode) -> dict[str, Any]:
+  """The pieces of a text, and [site, component, importance] of what is active at each."""
+  active = []
+  for found in reading.active:
+    rows = []
+    for component in found:
+      importance = round(min(component.importance, 1.0), 3)
+      rows.append([numbers[component.site], component.number, importance])
+    active.append(rows)
+  return {'pieces': _lines(reading.ids, decode), 'active': active}
 
 
-def _visible(text: str) -> str:
-  """A text with signs for characters that are invisible or change the direction of the page."""
-  signs = {'\n': '↵', '\t': '⇥'}
-  characters = []
-  for character in text:
-    if character.isprintable():
-      characters.append(character)
-    else:
-      characters.append(signs.get(character, '·'))
-  return html.escape(''.join(characters))
+def _lines(ids: Sequence[int], decode: Decode) -> list[str]:
+  """The pieces of a long text. They are decoded in stretches: `pieces` takes the square of time."""
+  found = []
+  for begin in range(0, len(ids), _STRETCH):
+    before = min(begin, _BEFORE)
+    stretch = pieces(ids[begin - before : begin + _STRETCH], decode)
+    found += [visible(piece).replace('↵', '↵\n') for piece in stretch[before:]]
+  return found
 
 
-def _percent(share: float) -> str:
-  if share >= 0.1:
-    return f'{share:.0%}'
-  if share >= 1e-4:
-    return f'{share:.2%}'
-  return f'{share:.1e}'
+def _number(value: float) -> float | None:
+  """A number with four digits; None, which JSON has, for NaN, which it has not."""
+  if np.isnan(value):
+    return None
+  return float(f'{value:.4g}')
+
+
+def _json(value: Any) -> str:
+  """JSON in ASCII, so that no character of a text ends a line of a script, or is no Unicode."""
+  return json.dumps(value, separators=(',', ':'), allow_nan=False)

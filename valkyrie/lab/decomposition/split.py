@@ -13,7 +13,7 @@ from valkyrie.models.features import SITES
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
-from valkyrie.types import Array, Batch, Params
+from valkyrie.types import Array, Batch, Params, position_of
 from valkyrie.weights.named_tensors import names_of
 
 
@@ -51,14 +51,47 @@ class SplitReader:
 
   def chunks(self) -> Iterator[SplitChunk]:
     """All chunks of all sources, in order."""
-    model = self.model
     for source, feed in self._evaluator.sources.items():
       spans = self._evaluator.spans(feed, whole=True)
-      initial = model.initial_carry(self._evaluator.batch_size)
-      carry: Any = ({'model': initial['model']}, initial[self.scores.name].importance)
+      carry = self._initial_carry()
       for (position, _), batch in zip(spans, prefetch(feed, spans), strict=True):
         low, carry = self._read(carry, batch)
         yield SplitChunk(source, position, batch, low)
+
+  def document(self, ids: np.ndarray) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+    """({name of a site: g [T, C]}, T) of each chunk of a document, in a row of its own.
+
+    Raises a ConfigurationError if the model cannot read a document of this length.
+    """
+    longest = self.model.about.max_context
+    if longest is not None and len(ids) > longest:
+      raise ConfigurationError(
+        f'The text has {len(ids)} tokens, and the model reads documents of at most {longest} '
+        '(FullAttention.max_context). Shorten the text, or let each token see the last tokens by '
+        'FullAttention.slides = True.'
+      )
+    shape = (self._evaluator.batch_size, self._evaluator.chunk_size)
+    names = names_of(self.model.parameters())
+    carry = self._initial_carry()
+    for begin in range(0, len(ids), shape[1]):
+      chunk = ids[begin : begin + shape[1]]
+      count = len(chunk)
+      batch = Batch(*(np.zeros(shape, np.int32) for _ in Batch._fields))
+      batch = batch._replace(weights=np.zeros(shape, np.float32))
+      batch.inputs[0, :count] = chunk
+      batch.positions[0, :count] = position_of(np.arange(begin, begin + count))
+      batch.segment_ids[0, :count] = 1
+      low, carry = self._read(carry, batch)
+      found = {}
+      for path, by_layer in jax.device_get(dict(low)).items():
+        for name, g in zip(names[path], by_layer, strict=True):
+          found[name] = g[0, :count]
+      yield found, count
+
+  def _initial_carry(self) -> Any:
+    """The carries of the model and of the importances, which have read nothing."""
+    initial = self.model.initial_carry(self._evaluator.batch_size)
+    return {'model': initial['model']}, initial[self.scores.name].importance
 
   def _read_chunk(self, carry, batch):
     model = self.model

@@ -14,9 +14,9 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.distributed import console
-from valkyrie.errors import DataError, reason_of, with_home
 from valkyrie.lab.decomposition.decomposed import Decomposed, decomposition
-from valkyrie.lab.decomposition.page import pieces
+from valkyrie.lab.decomposition.own_text import content
+from valkyrie.lab.decomposition.shown import pieces
 
 _AROUND = 12  # tokens that are shown on each side
 
@@ -39,19 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(flags: argparse.Namespace) -> str:
   """The text that is printed."""
-  text = _content(flags.text)
+  text = content(flags.text)
   parts = decomposition(flags.run, flags.step)
   return ''.join(f'{line}\n' for line in _lines(parts, text, flags))
-
-
-def _content(name: str) -> str:
-  """The text in a file."""
-  try:
-    return foreign.content(with_home(name)).decode()
-  except (OSError, ValueError) as error:
-    raise DataError(
-      f'The text {name} cannot be read ({reason_of(error)}). Name a file of UTF-8 text.'
-    ) from error
 
 
 def _lines(parts: Decomposed, text: str, flags: argparse.Namespace) -> Iterator[str]:
