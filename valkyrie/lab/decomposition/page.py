@@ -81,11 +81,8 @@ def write(folder: pathlib.Path, content: PageContent, decode: Decode) -> None:
 
 def _program(name: str) -> str:
   """A file of the program, which is part of the package."""
-  return (
-    importlib.resources.files('valkyrie.lab.decomposition')
-    .joinpath('page_files', name)
-    .read_text('utf-8')
-  )
+  package = importlib.resources.files('valkyrie.lab.decomposition')
+  return package.joinpath('page_files', name).read_text('utf-8')
 
 
 def _recorded(folder: pathlib.Path) -> list[str]:
