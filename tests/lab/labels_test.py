@@ -294,9 +294,12 @@ def test_attempts_are_limited_and_end_when_they_are_to_stop(environment):
   environment('')
   with server(lambda body: lambda h: send(h, 500, b'no')) as (url, seen):
     made, waits = endpoint(url)
-    with pytest.raises(Failed, match='status 500: no, 3 times'):
+    with pytest.raises(Failed, match=r'status 500: no \(attempts: 3\)'):
       made.answer(REQUEST)
     assert waits == [1, 2] and len(seen) == 3
+    made, _ = endpoint('http://a..b/v1', attempts=1)  # a host's name that cannot be encoded
+    with pytest.raises(Failed, match='attempts: 1'):
+      made.answer(REQUEST)
     made, _ = endpoint(url, attempts=100)
     with pytest.raises(Failed, match='it was stopped'):
       made.answer(REQUEST)

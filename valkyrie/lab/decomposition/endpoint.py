@@ -99,7 +99,7 @@ class Endpoint:
         return self._attempt(request)
       except _Passing as error:
         if attempt == self._attempts:
-          raise Failed(f'{error}, {attempt} times') from None
+          raise Failed(f'{error} (attempts: {attempt})') from None
         seconds = pause if error.seconds is None else error.seconds
         pause *= 2
         if self._wait(min(seconds, _LONGEST_WAIT)):
@@ -119,23 +119,22 @@ class Endpoint:
         content = _content(response, end)
     except urllib.error.HTTPError as error:
       with error:
-        self._refuse(error, end)
-      raise AssertionError from error
-    except (OSError, http.client.HTTPException) as error:
+        raise self._refusal(error, end) from None
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last of a host's name
       reason = getattr(error, 'reason', error)  # of a URLError
       raise _Passing(self._shown(reason)) from None
     return self._read(content)
 
-  def _refuse(self, error: urllib.error.HTTPError, end: float) -> None:
-    """Raises what a status other than 200 means."""
+  def _refusal(self, error: urllib.error.HTTPError, end: float) -> Failed | _Passing:
+    """What a status other than 200 means."""
     try:
       said = self._shown(_content(error, end).decode(errors='replace'))
     except (OSError, http.client.HTTPException):
       said = ''
     reason = f'status {error.code}: {said or self._shown(error.reason)}'
     if error.code in _PASSING:
-      raise _Passing(reason, _seconds(error.headers.get('Retry-After')))
-    raise Failed(reason, ends=error.code in _FINAL)
+      return _Passing(reason, _seconds(error.headers.get('Retry-After')))
+    return Failed(reason, ends=error.code in _FINAL)
 
   def _read(self, content: bytes) -> Answer:
     """The answer in the body of a response."""

@@ -132,7 +132,7 @@ def read(folder: pathlib.Path, components: Sequence[Described]) -> Labels:
 
 def by_place(folder: pathlib.Path) -> dict[tuple[str, int], str]:
   """{(name of a site, number of a component): label} of a folder; raises as `read`."""
-  if not (folder / LABELS).exists():
+  if not (folder / LABELS).exists() or not (folder / COMPONENTS).exists():
     return {}
   components = described(folder)
   found = read(folder, components).by_id
