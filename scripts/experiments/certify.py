@@ -47,9 +47,9 @@ class Table(NamedTuple):
 
 def run(gin_file: str, topology: str, *flags: str, measured: str = '', **macros: int) -> Row:
   """The row of a gin file on a slice, with other flags and values of macros."""
-  of_macros = (f'--gin.{name}={value}' for name, value in macros.items())
+  further = (f'--gin.{name}={value}' for name, value in macros.items())
   return Row(
-    (f'--gin_file=gin/{gin_file}.gin', f'--topology={topology}', *flags, *of_macros), measured
+    (f'--gin_file=gin/{gin_file}.gin', f'--topology={topology}', *flags, *further), measured
   )
 
 
@@ -57,45 +57,50 @@ def _of_run(row: Row, c: Certificate) -> Sequence[str]:
   tokens = c['chunks'] * c['chunk_size']
   sent = sum(c['collective_bytes'].values())
   return (
-    f'`{_typed(row.flags)}`',
+    shown_flags(row.flags),
     f'{c["rows"]} x {tokens:,}',
     f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
     f'{sent / GB:,.1f}',
     f'{c["executed_flops"] / c["useful_flops"]:.2f}',
-    _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
+    shown_range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
     f'{c["estimated_communication_seconds"]:.2f}',
-    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
-    _range(c['estimated_share_of_peak'], '.0%'),
+    shown_range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    shown_range(c['estimated_share_of_peak'], '.0%'),
   )
 
 
 def _beside(row: Row, c: Certificate) -> Sequence[str]:
   return (
-    f'`{_typed(row.flags)}`',
+    shown_flags(row.flags),
     row.measured,
-    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    shown_range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
     f'{c["total_bytes"] / GIB:.1f}, {c["argument_bytes"] / GIB:.1f}',
   )
 
 
 def _of_slices(row: Row, c: Certificate) -> Sequence[str]:
   return (
-    f'`{_typed(row.flags)}`',
+    shown_flags(row.flags),
     f'{c["rows"]} x {c["chunks"] * c["chunk_size"]:,}',
     f'{c["total_bytes"] / GIB:.1f} of {c["hbm_bytes"] / GIB:.2f}' + ('' if c['fits'] else ' (no)'),
     f'{sum(c["collective_bytes"].values()) / GB:,.1f}, {c["dcn_bytes"] / GB:.3f}',
-    _range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
+    shown_range((c['estimated_instruction_seconds'], c['estimated_cycles_seconds']), '.2f'),
     f'{c["estimated_communication_seconds"]:.2f}, {c["dcn_bytes"] / c["dcn_bytes_per_second"]:.3f}',
-    _range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
-    _range(c['estimated_share_of_peak'], '.0%'),
+    shown_range(c['estimated_tokens_per_second_per_chip'], ',.0f'),
+    shown_range(c['estimated_share_of_peak'], '.0%'),
   )
 
 
-def _typed(flags: Sequence[str]) -> str:
-  return ' '.join(f'"{flag}"' if "'" in flag else flag for flag in flags)
+def shown_flags(flags: Sequence[str]) -> str:
+  """Flags as they are typed, in a cell of a table."""
+  typed = []
+  for flag in flags:
+    quotes = '"' if "'" in flag else ''
+    typed.append(f'{quotes}{flag}{quotes}')
+  return f'`{" ".join(typed)}`'
 
 
-def _range(pair: Sequence[float], form: str) -> str:
+def shown_range(pair: Sequence[float], form: str) -> str:
   """By instruction, and by the cycles that the compiler expects."""
   return ' to '.join(f'{number:{form}}' for number in pair)
 
@@ -214,13 +219,16 @@ TABLES = (
 )
 
 
-def certificate(flags: Sequence[str]) -> Certificate | None:
-  """The certificate of a run, compiled if there is none yet; None if that failed."""
+def certificate(flags: Sequence[str], environment: Sequence[str] = ()) -> Certificate | None:
+  """The certificate of a run, compiled if there is none yet; None if that failed.
+
+  environment: the command that starts the compilation with settings of its own, if it needs some.
+  """
   values = (flag.partition('=')[2].removeprefix('gin/') for flag in flags)
   name = '_'.join(re.sub(r'[^\w.-]+', '_', value) for value in values)
   path = FOLDER / name / 'precompile.json'
   if not path.exists():
-    command = [sys.executable, '-m', 'valkyrie.main', *flags]
+    command = [*environment, sys.executable, '-m', 'valkyrie.main', *flags]
     code = subprocess.call([*command, '--run_mode=precompile', f'--model_dir={path.parent}'])
     if not path.exists():
       print(f'{" ".join(flags)} ended with {code} and wrote no certificate.', file=sys.stderr)
@@ -230,16 +238,33 @@ def certificate(flags: Sequence[str]) -> Certificate | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, and writes those with all rows into PAGE."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  """Prints the tables of TPUs, and writes those with all rows into PAGE."""
+  return write(TABLES, PAGE, arguments)
+
+
+def write(
+  tables: Sequence[Table],
+  page: pathlib.Path,
+  arguments: Sequence[str] | None,
+  environment: Sequence[str] = (),
+) -> int:
+  """Compiles the chosen rows, prints their tables, and writes those with all rows into a page.
+
+  Returns the exit code: 1 if a row was not compiled.
+  """
+  parser = argparse.ArgumentParser(description='Tables of certified runs.')
   parser.add_argument('--only', default='', help='only rows whose command contains this text')
   only = parser.parse_args(arguments).only
   failed = False
-  for table in TABLES:
+  for table in tables:
     chosen = [row for row in table.rows if only in ' '.join(row.flags)]
-    found = {row: c for row in chosen if (c := certificate(row.flags)) is not None}
     if not chosen:
       continue
+    found = {}
+    for row in chosen:
+      compiled = certificate(row.flags, environment)
+      if compiled is not None:
+        found[row] = compiled
     failed |= len(found) < len(chosen)
     lines = [f'| {" | ".join(table.line(row, found[row]))} |' for row in found]
     compilers = ', '.join(sorted({c['compiler'] for c in found.values()}))
@@ -248,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(found) == len(table.rows):
       begin = f'<!-- {table.name}: scripts/experiment certify -->'
       end = f'<!-- end of {table.name} -->'
-      PAGE.write_text(page_blocks.with_block(PAGE.read_text(), begin, end, text))
+      page.write_text(page_blocks.with_block(page.read_text(), begin, end, text))
   return int(failed)
 
 

@@ -24,6 +24,8 @@ from valkyrie.monitoring.chips import GPUS, Gpu
 # steps that one H100 measured (docs/results/one_chip.md) and to nothing else: 8.8 us explains the
 # one with cuDNN's attention, and less than 3 us the two without.
 KERNEL_SECONDS = 8.8e-6
+_LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
+_LOG_LEVEL_OF_JAX = '1'  # jax sets it when it is imported, unless the environment has a value
 _COUNTS = (1, 2, 4, 8)  # GPUs of a node that a run can have
 # XLA's pool has so much of a GPU in scripts/gpu_environment.
 _POOL = 0.9
@@ -110,7 +112,8 @@ def devices(name: str) -> Sequence[Any]:
       f'--topology={name}: the CUDA plugin of jax, the compiler for GPUs, is not installed. '
       f'Install it, also on a machine without GPUs: {packages.install("jax[cuda13]")}'
     )
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # it reports that there is no driver
+  if os.environ.get(_LOG_LEVEL) == _LOG_LEVEL_OF_JAX:
+    os.environ[_LOG_LEVEL] = '3'  # the plugin reports that there is no driver
   jax.config.update('jax_platforms', 'cpu')
   jax.local_devices()  # registers the plugin, once
   from jax.experimental import topologies  # noqa: PLC0415, after the variable that it reads
