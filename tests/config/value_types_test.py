@@ -113,7 +113,13 @@ ENDLESS = {
   'Optimizer.clip_norm', 'Group.clip_norm', 'Decomposition.clip_norm', 'LossSpikes.deviations',
   'Checkpoints.patience', 'create_writers.patience',
 }  # fmt: skip
-SELDOM = {'log_every', 'eval_every', 'checkpoint_every', 'hbm_bytes'}  # may exceed int32
+SELDOM = {
+  'log_every',
+  'eval_every',
+  'checkpoint_every',
+  'profile_every',
+  'hbm_bytes',
+}  # may exceed int32
 SEVERAL = {'dilations', 'depths', 'lengths', 'orders', 'profile_steps', 'weights'}
 
 

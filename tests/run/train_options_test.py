@@ -68,6 +68,13 @@ def test_chosen_steps_are_profiled(start, tmp_path):
   code, _ = start('--gin.train_steps=3', '--gin.train.profile_steps=(2, 3)')
   assert code == 0
   assert list((tmp_path / 'run' / 'profile').rglob('*.xplane.pb'))
+  several = ['--gin.train.profile_steps=(2, 3)', '--gin.train.profile_every=4']
+  code, _ = start('--gin.train_steps=8', *several)  # from step 4 on
+  assert code == 0
+  found = (tmp_path / 'run' / 'profile').glob('*/plugins/profile/*/*.xplane.pb')
+  assert [path.parts[-5] for path in found] == ['6']
+  code, said = start('--gin.train.profile_steps=(2, 3)', '--gin.train.profile_every=2')
+  assert code == ConfigurationError.exit_code and 'train.profile_every=2 repeats' in said
   code, said = start('--gin.train.profile_steps=(3, 2)')
   assert code == ConfigurationError.exit_code and 'train.profile_steps=(3, 2)' in said
 

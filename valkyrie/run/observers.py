@@ -189,39 +189,58 @@ class Saver:
 
 
 class Profile:
-  """Writes a profile of some steps to model_dir/profile, for TensorBoard and xprof."""
+  """Writes profiles of some steps to model_dir/profile, for TensorBoard and xprof."""
 
   def __init__(
     self,
     model_dir: str | os.PathLike,
     steps: tuple[int, int] | None,
+    every: int | None = None,
     say: Callable[[str], None] = lambda text: None,
   ):
-    """Takes the numbers, from 1, of the first and the last step; None profiles nothing."""
+    """Takes the numbers, from 1, of the first and the last step; None profiles nothing.
+
+    With `every`, as many steps are profiled again after every so many, each time into a folder
+    that is named after the first of them.
+    """
     self._say = say
     self._place = pathlib.Path(model_dir, 'profile')
-    self._first, self._last = steps or (0, -1)
+    self._first, last = steps or (0, -1)
+    self._length = last - self._first + 1
+    self._every = every
     self._is_running = False
     self._running = contextlib.ExitStack()
-    is_valid = 1 <= self._first <= self._last
+    is_valid = 1 <= self._first <= last
     if steps is not None and not is_valid:
       raise ConfigurationError(
         f'train.profile_steps={steps}: give the first and the last step to profile, such as (10, '
         '12). Step 1 is the first.'
       )
+    is_apart = every is None or (steps is not None and every > self._length)
+    if not is_apart:
+      raise ConfigurationError(
+        f'train.profile_every={every} repeats the profile of train.profile_steps={steps}. Give '
+        'these steps, such as (10, 12), and a larger number than theirs, such as 1000.'
+      )
 
   @contextlib.contextmanager
   def step(self, number: int, untimed: Callable) -> Iterator[None]:
     """Surrounds the dispatch of step `number`; `untimed` surrounds all steps of the profile."""
-    is_profiled = self._first <= number <= self._last
+    steps_since = number - self._first
+    if self._every is not None and steps_since >= 0:
+      steps_since %= self._every
+    is_profiled = 0 <= steps_since < self._length
     if is_profiled and not self._is_running:
       self._is_running = True
       self._running.enter_context(untimed())
+      place = self._place
+      if self._every is not None:  # a profile replaces one of the same second
+        place /= str(number)
       with self._watching():
-        jax.profiler.start_trace(held_folder.place(self._place))
+        jax.profiler.start_trace(held_folder.place(place))
         self._running.callback(self._stop)
     yield
-    if number == self._last:
+    if steps_since == self._length - 1:
       self.close()
 
   def _stop(self) -> None:
@@ -240,3 +259,4 @@ class Profile:
   def close(self) -> None:
     """Waits for the devices and writes the profile, if one was started."""
     self._running.close()
+    self._is_running = False

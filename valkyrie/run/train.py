@@ -5,14 +5,21 @@ import contextlib
 import functools
 import pathlib
 import time
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import gin
 import jax
 
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
-from valkyrie.config.ranges import Fraction, PositiveFloat, PositiveInt, PositiveInt64, checked
+from valkyrie.config.ranges import (
+  Fraction,
+  PositiveFloat,
+  PositiveInt,
+  PositiveInt64,
+  Range,
+  checked,
+)
 from valkyrie.config.record import bindings
 from valkyrie.data import vocabularies
 from valkyrie.data.vocabularies import Vocabulary
@@ -23,6 +30,7 @@ from valkyrie.errors import Preempted
 from valkyrie.monitoring import memory, model_info, planned, system
 from valkyrie.monitoring.log_schedule import LogSchedule, check_schedule
 from valkyrie.monitoring.patience import may_pass_when_opened, patiently
+from valkyrie.monitoring.profiler_port import listening_at
 from valkyrie.monitoring.progress import Progress
 from valkyrie.monitoring.trackers import Tracker, Tracking
 from valkyrie.monitoring.training_log import Hook, TrainingLog
@@ -57,7 +65,7 @@ class Observers(NamedTuple):
 @may_change_on_resume(
   'train_steps', 'log_every', 'eval_every', 'checkpoint_every', 'evaluator', 'checkpoints',
   'hooks', 'preemption', 'refused_steps', 'patience', 'target_loss', 'profile_steps', 'trackers',
-  'replication_tolerance', 'quiet',
+  'profile_every', 'profiler_port', 'replication_tolerance', 'quiet',
 )  # fmt: skip
 @checked
 def train(
@@ -84,6 +92,8 @@ def train(
   hooks: Sequence[Hook] = (),
   trackers: Sequence[Tracker] = (),
   profile_steps: tuple[PositiveInt, PositiveInt] | None = None,
+  profile_every: PositiveInt64 | None = None,
+  profiler_port: Annotated[int, Range('[1024, 49151]')] | None = None,
   replication_tolerance: Fraction = model_info.TOLERANCE,
   quiet: bool = False,
 ) -> None:
@@ -104,6 +114,8 @@ def train(
     hooks: called after every step, besides the run's own; their numbers are logged.
     trackers: receive the numbers that are logged.
     profile_steps: the first and the last step to profile, into model_dir/profile.
+    profile_every: steps after which as many are profiled again; None profiles once.
+    profiler_port: where jax's profiler listens, see `listening_at`; None for nowhere.
     replication_tolerance: the share of the bytes of parameters that every device may have whole
       without a warning, in a layout that splits some.
     quiet: print only errors. All lines go to model_dir/log.txt, too.
@@ -120,7 +132,7 @@ def train(
     weights = InitialWeights(initial_weights)
   origin = Origin(weights, allow_changed)
   progress = Progress(train_steps, quiet=quiet)
-  profile = Profile(model_dir, profile_steps, progress.say)
+  profile = Profile(model_dir, profile_steps, profile_every, progress.say)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(preemption())
     heartbeat.start(model_dir)
@@ -138,6 +150,7 @@ def train(
       log_file = pathlib.Path(model_dir, 'log.txt')
     progress.log_to(log_file)
     progress.say(*system.lines(), *setup.remarks())
+    stack.enter_context(listening_at(profiler_port, progress.say))
     progress.say(*model_info.replication(setup.state.params, replication_tolerance))
     progress.say(*planned.lines(setup))
     with doing('comparing kernels', progress.say):
