@@ -160,6 +160,32 @@ def test_a_mesh_keeps_each_slice_together():
     make_mesh((('x', 4),))
 
 
+def test_a_mesh_over_a_part_of_the_devices():
+  made = make_mesh((('x', 2), ('y', -1)), chosen=(6, 3, 5, 2))
+  assert [device.id for device in made.devices.flat] == [6, 3, 5, 2]
+  assert [device.id for device in make_mesh((('x', 1),), chosen=[4]).devices] == [4]
+  for chosen, message in (
+    ((0, 8), r'\(0, 8\) does not name devices of this run, .* from 0 to 7'),
+    ((-1,), 'does not name devices'),
+    ((True,), 'does not name devices'),
+    ((), 'Name some, such as'),
+    (2, 'Partitioner.devices = 2 does not name'),
+    ((1, 1), 'has a number twice'),
+    (
+      (0, 1, 2),
+      r'needs a multiple of 2 devices, but Partitioner\.devices has 3 .* or name so many',
+    ),
+  ):
+    with pytest.raises(ConfigurationError, match=message):
+      make_mesh((('x', 2), ('y', -1)), chosen=chosen)
+  chips = [Chip(number, number // 4) for number in range(8)]
+  with ambient.within(devices=chips):
+    made = make_mesh((('x', -1),), slices=2, chosen=(0, 1, 6, 7))
+    assert [[chip.id for chip in one] for one in made.devices] == [[0, 1], [6, 7]]
+    with pytest.raises(ConfigurationError, match=r'cannot form the mesh .* as many in each slice'):
+      make_mesh((('x', -1),), slices=2, chosen=(0, 1, 2, 7))
+
+
 @pytest.mark.parametrize(
   ('kind', 'advice'),
   [

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, converted
 from valkyrie.sharding import ambient
 
 SLICE = 'slice'  # the mesh axis over the data-center network
@@ -24,18 +24,26 @@ def platform() -> str:
   return current_devices()[0].platform
 
 
-def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
+def make_mesh(
+  axes: Sequence[tuple[str, int]], slices: int = 1, chosen: Sequence[int] | None = None
+) -> Mesh:
   """The mesh of these axes over all devices, or over the first one if every axis has size 1.
+
+  `chosen` are the numbers of the only devices to take, in the order of `current_devices`.
 
   An axis is (name, size), outermost first; one size may be -1, for all remaining devices. With
   several slices, these are the axes of each, and the outermost axis SLICE joins the slices. Raises
-  a ConfigurationError if the axes are malformed, or need other devices.
+  a ConfigurationError if the axes are malformed, or need other devices, or a number is wrong.
   """
   _check_axes(axes)
   if slices > 1:
     axes = ((SLICE, slices), *axes)
     _check_axes(axes)
   devices = current_devices()
+  seen = f'this process sees {len(devices)}'
+  if chosen is not None:
+    devices = _chosen(devices, chosen)
+    seen = f'Partitioner.devices has {len(devices)}'
   names = [name for name, _ in axes]
   sizes = [size for _, size in axes]
   given_sizes = [size for size in sizes if size != -1]
@@ -62,25 +70,57 @@ def make_mesh(axes: Sequence[tuple[str, int]], slices: int = 1) -> Mesh:
     number = f'{fixed}'
     if -1 in sizes:
       number = f'a multiple of {fixed}'
+    part = ''
+    if fixed < len(devices):
+      part = ', or name so many of these in Partitioner.devices'
     raise ConfigurationError(
-      f'The mesh {wanted} needs {number} devices, but this process sees {len(devices)} '
-      f'({first.device_kind}). Run on {number} devices{_slice_of(first, fixed)}. '
+      f'The mesh {wanted} needs {number} devices, but {seen} ({first.device_kind}). Run on '
+      f'{number} devices{_slice_of(first, fixed)}{part}. '
       '--run_mode=precompile with a TPU slice by its sides, such as --topology=v4:4x4x2, or with '
       'nodes of GPUs, such as --topology=4xh100:8, estimates the memory and the time of a step on '
       'chips that are not here. A model that fits one device takes '
       'any number of them with --gin_file=gin/partition/data.gin.'
     )
-  # On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
+  slices_of_mesh = 1
   if slices == present > 1:
-    sizes_in_slice = sizes[1:]
-    in_a_slice = [1, *sizes_in_slice]
-    over_slices = [slices] + [1] * len(sizes_in_slice)
-    array = mesh_utils.create_hybrid_device_mesh(
-      in_a_slice, over_slices, devices, allow_split_physical_axes=True
-    )
+    slices_of_mesh = slices
+    sizes = sizes[1:]
+  if chosen is None:
+    array = _arranged(devices, sizes, slices_of_mesh)
   else:
-    array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    failure = f'The devices of Partitioner.devices = {chosen!r} cannot form the mesh {axes}'
+    advice = 'Name as many in each slice and, on TPUs, chips that form a box of the torus.'
+    with converted((AssertionError, ValueError), ConfigurationError, failure, advice):
+      array = _arranged(devices, sizes, slices_of_mesh)
   return Mesh(array, names)
+
+
+def _arranged(devices: Sequence[Any], sizes: Sequence[int], slices: int) -> Any:
+  """The devices as an array of these sizes, with an axis before them if they are of slices.
+
+  On a TPU, each mesh axis follows axes of the torus; elsewhere, devices keep their order.
+  """
+  if slices == 1:
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  in_a_slice = [1, *sizes]
+  over_slices = [slices] + [1] * len(sizes)
+  return mesh_utils.create_hybrid_device_mesh(
+    in_a_slice, over_slices, devices, allow_split_physical_axes=True
+  )
+
+
+def _chosen(devices: Sequence[Any], numbers: Any) -> Sequence[Any]:
+  """The devices of these numbers."""
+  is_list = isinstance(numbers, tuple | list) and bool(numbers)
+  known = range(len(devices))
+  if not is_list or any(type(number) is not int or number not in known for number in numbers):
+    raise ConfigurationError(
+      f'Partitioner.devices = {numbers!r} does not name devices of this run, which are '
+      f'numbered from 0 to {len(devices) - 1}. Name some, such as (0,), or None for all.'
+    )
+  if len(set(numbers)) < len(numbers):
+    raise ConfigurationError(f'Partitioner.devices = {numbers!r} has a number twice. Remove one.')
+  return [devices[number] for number in numbers]
 
 
 def _slice_of(device: Any, chips: int) -> str:

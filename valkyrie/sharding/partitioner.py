@@ -11,6 +11,7 @@ import gin
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, regular_expression
@@ -39,6 +40,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
+@may_change_on_resume('devices')  # a checkpoint records the mesh and the kind of device
 @gin.configurable
 class Partitioner:
   """The sharding of a train state over a mesh of devices."""
@@ -51,6 +53,7 @@ class Partitioner:
     manual: bool = True,
     gather_layers: bool = False,
     slices: PositiveInt = 1,
+    devices: Sequence[int] | None = None,
   ):
     """Builds the mesh.
 
@@ -68,11 +71,12 @@ class Partitioner:
         its own where it runs, see `layer_weights`.
       slices: groups of devices that only the data-center network joins. Each has the whole mesh,
         all weights by its rules, and its own rows; the outermost mesh axis 'slice' joins them.
+      devices: the numbers of the devices to use, in the order of `jax.devices()`; None takes all.
 
     Raises a ConfigurationError if the devices cannot form the mesh, or a rule names an unknown axis
     or one that such a layout cannot split.
     """
-    self.mesh = make_mesh(mesh, slices)
+    self.mesh = make_mesh(mesh, slices, devices)
     self.manual = manual
     self.gather_layers = gather_layers
     self.axis_rules = dict(axis_rules)
@@ -253,7 +257,8 @@ class Partitioner:
       raise ConfigurationError(
         f'The mesh {dict(self.mesh.shape)} leaves process {jax.process_index()} of '
         f'{jax.process_count()} without a device. Start fewer processes, or include a layout that '
-        'takes all devices, such as gin/partition/zero1.gin.'
+        'takes all devices, such as gin/partition/zero1.gin, with devices of each process in '
+        'Partitioner.devices, if that is set.'
       )
 
   def local_rows(self, batch_size: int) -> list[int]:
