@@ -91,7 +91,7 @@ ZERO = {
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
   'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens', 'clustered',
-  'labeled', 'held_out', 'replication_tolerance',
+  'labeled', 'held_out', 'replication_tolerance', 'devices',
 }  # fmt: skip
 # At most 1.
 UNIT = {
@@ -120,7 +120,7 @@ SELDOM = {
   'profile_every',
   'hbm_bytes',
 }  # may exceed int32
-SEVERAL = {'dilations', 'depths', 'lengths', 'orders', 'profile_steps', 'weights'}
+SEVERAL = {'devices', 'dilations', 'depths', 'lengths', 'orders', 'profile_steps', 'weights'}
 
 
 def numbers():

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.ranges import PositiveInt
+from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.sharding import ambient
@@ -53,7 +53,7 @@ class Partitioner:
     manual: bool = True,
     gather_layers: bool = False,
     slices: PositiveInt = 1,
-    devices: Sequence[int] | None = None,
+    devices: Sequence[NonNegativeInt] | None = None,
   ):
     """Builds the mesh.
 
