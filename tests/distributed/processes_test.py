@@ -171,6 +171,8 @@ def test_two_processes_resume_a_run_of_one_and_one_process_resumes_a_run_of_two(
   assert read(folder, 'read') == {at: expected[at] for at in expected if int(at[0]) >= 2 * 32}
   expected, found = (tiny_run.metrics(folder / name) for name in ('whole', 'shared'))
   assert list(expected)[2:] == list(found) == list(range(3, 9))
+  assert found[3]['host_memory_peak_process'] in (0, 1) and found[3]['host_memory_peak'] > 2**20
+  assert 'host_memory_peak_process' not in expected[3]
   for step in found:
     np.testing.assert_allclose(found[step]['loss'], expected[step]['loss'], rtol=1e-4)
   evaluated = [tiny_run.metrics(folder / name, 'eval')[8]['loss'] for name in ('whole', 'shared')]
@@ -248,7 +250,10 @@ from valkyrie.distributed import processes
 processes._POLL_SECONDS = 1e-5
 address, process = (flag.partition('=')[2] for flag in sys.argv[1:3])
 processes.join(processes.member(address, '2', int(process)), 60)
+processes.latest('size', -1)
+processes.latest('size', int(process))
 assert processes.exchange('name', f'of {process}') == ['of 0', 'of 1']
+assert processes.latest('size', int(process)) == {0: 0, 1: 1}
 """
 
 

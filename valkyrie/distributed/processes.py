@@ -168,6 +168,23 @@ def exchange(name: str, value: Any, seconds: float = _EXCHANGE_SECONDS) -> list[
   return [json.loads(text) for text in texts]
 
 
+def latest(name: str, value: Any) -> dict[int, Any]:
+  """Tells the others a `value`, and returns {process: the latest that it has told}; waits for none.
+
+  The value of a process that has told none, or cannot be asked, is missing. Values are JSON.
+  """
+  if _client is None:
+    return {_index: value}
+  place = f'valkyrie/latest/{name}/'
+  found = {_index: value}
+  with contextlib.suppress(RuntimeError):  # process 0 has ended
+    _client.key_value_set(f'{place}{_index}', json.dumps(value), allow_overwrite=True)
+    for key, text in _client.key_value_dir_get(place):
+      _, _, process = key.rpartition('/')
+      found[int(process)] = json.loads(text)
+  return found
+
+
 def announce(code: int) -> None:
   """Announces the exit code of this process, on which the other processes end too."""
   if _client is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from valkyrie.distributed import processes
 from valkyrie.errors import ConfigurationError, notes_of
 
 _PEAK = 'peak_bytes_in_use'
@@ -65,6 +66,26 @@ def device_peak() -> int | None:
     if _PEAK in stats:
       peaks.append(stats[_PEAK])
   return max(peaks, default=None)
+
+
+def peaks() -> dict[str, int | None]:
+  """The largest peaks of the processes of a run, in bytes, and the numbers of these processes.
+
+  A run of one process names no numbers. A device's peak is None if no device reports it.
+  """
+  own = {'host_memory_peak': host_peak(), 'device_memory_peak': device_peak()}
+  told = processes.latest('memory', own)
+  if jax.process_count() == 1:
+    return own
+  found: dict[str, int | None] = {}
+  for name in own:
+    sizes = {process: peaks[name] for process, peaks in told.items() if peaks[name] is not None}
+    found[name] = None
+    if sizes:
+      largest = max(sizes, key=lambda process: sizes[process])
+      found[name] = sizes[largest]
+      found[f'{name}_process'] = largest
+  return found
 
 
 def lines(when: str = '') -> list[str]:

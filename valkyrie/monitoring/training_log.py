@@ -161,8 +161,7 @@ class TrainingLog:
     scalars['goodput'] = self._all_seconds / seconds_since_start
     scalars['phase'] = self.reading.curriculum.index(step - 1)
     scalars['skipped'] = int(steps[-1].skipped)
-    scalars['host_memory_peak'] = memory.host_peak()
-    scalars['device_memory_peak'] = memory.device_peak()
+    scalars |= memory.peaks()
     scalars |= self._speeds()
     self._seconds = 0.0
     self._timed = {}
