@@ -128,6 +128,25 @@ def test_a_page_of_two_runs(run, tmp_path, capsys):
   assert html_report.main([str(tmp_path)]) == 78
 
 
+def test_a_folder_of_pages_has_an_index(run, tmp_path, capsys):
+  folders = [run('a <b>', 0.1), run('other', 0.2, 0.5)]
+  arguments = [*map(str, folders), f'--folder={tmp_path}/reports']
+  assert html_report.main(arguments) == 0
+  assert capsys.readouterr().out.endswith(f'{tmp_path}/reports/index.html\n')
+  text = (tmp_path / 'reports' / 'index.html').read_text()
+  assert '<a href="run-1.html">a &lt;b&gt;</a>' in text
+  assert '<th scope="col">validation loss</th>' in text
+  rows = re.findall('<td class="number">(9|9.5)</td>', text)
+  assert rows == ['9', '9.5']  # a row of each run
+  assert re.findall('href="([^"]+)"', text) == ['run-1.html', 'run-2.html', 'all.html']
+  names = {path.name for path in (tmp_path / 'reports').iterdir()}
+  assert names == {'index.html', 'run-1.html', 'run-2.html', 'all.html'}
+  recorded = [recorded_run.read_run(folder) for folder in folders]
+  assert (tmp_path / 'reports' / 'run-2.html').read_text() == html_report.page(recorded[1:])
+  assert (tmp_path / 'reports' / 'all.html').read_text() == html_report.page(recorded)
+  assert html_report.main(arguments) == 74 and 'is there already' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ('tokenizers', 'data', 'comparable'),
   [

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import html
-from typing import Any
+from typing import Any, NamedTuple
 
 from valkyrie.monitoring.pictures import can_be_drawn
 
@@ -19,6 +19,13 @@ tr.differs td { background: var(--mark); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
   padding-left: .8rem; }
 """
+
+
+class Link(NamedTuple):
+  """A cell of a table that leads to another page."""
+
+  text: str
+  address: str
 
 
 def document(title: str, parts: Sequence[str], style: str = '') -> str:
@@ -50,6 +57,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: bool = F
 def _cell(value: Any) -> str:
   if value is None:
     return '<td></td>'
+  if isinstance(value, Link):
+    return f'<td><a href="{html.escape(value.address)}">{html.escape(value.text)}</a></td>'
   if not can_be_drawn(value):
     return f'<td>{html.escape(str(value))}</td>'
   number = f'{value:,}' if isinstance(value, int) else f'{value:,.4g}'

@@ -1,25 +1,28 @@
 """One page about one or more runs, in a file of its own: curves, losses by position, differences.
 
     scripts/report runs/tiny runs/other --output=report.html
+    scripts/report runs/* --folder=reports
 
-The page needs no network and no script, and follows the light or dark setting of the reader.
+The second command writes a page about each run, one about all, and an index with their results. The
+pages need no network and no script, and follow the light or dark setting of the reader.
 """
 
 import argparse
 from collections.abc import Sequence
 import html
 import json
+import os
 import pathlib
 import statistics
 import sys
 from typing import Any
 
 from valkyrie.distributed import console
-from valkyrie.errors import StorageError, ValkyrieError, with_home
-from valkyrie.monitoring.html_page import document, table
+from valkyrie.errors import StorageError, ValkyrieError, with_home, write_errors
+from valkyrie.monitoring.html_page import Link, document, table
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.monitoring.recorded_run import COSTS, Line, Run, read_run
-from valkyrie.storage import whole_file
+from valkyrie.storage import owned, whole_file
 from valkyrie.storage.run_directory import opened
 
 # (metric, title, unit) of the curves.
@@ -45,6 +48,7 @@ _OF_VALIDATION = (
 _SPEEDS = (('median tokens/s', 'tokens_per_second'), ('median share of the peak', 'mfu'))
 _OTHER_TOKENS = """<p>The runs have different tokenizers or validation data. Compare their bits
 per byte, if these are of the same text, and not their losses, which are per token.</p>"""
+_PAGE_OF_ALL = 'all.html'
 _SAMPLES = 3  # steps whose samples are shown
 _REFUSED = 50  # steps of a run that are shown
 
@@ -60,7 +64,7 @@ def sections(runs: Sequence[Run]) -> list[str]:
   """The parts of a page about runs: results, curves and configurations."""
   note = ''
   validation = _VALIDATION
-  if len({run.tokens for run in runs}) > 1:
+  if _have_other_tokens(runs):
     note = _OTHER_TOKENS
     validation = _BITS
   return [
@@ -78,8 +82,31 @@ def sections(runs: Sequence[Run]) -> list[str]:
   ]
 
 
+def index(runs: Sequence[Run], pages: Sequence[str], page_of_all: str) -> str:
+  """The text of a page with a row for each run, which leads to its page."""
+  results = _result_rows(runs)
+  titles = [title for title, *_ in results]
+  of_runs = zip(*(values for _, *values in results), strict=True)
+  rows = []
+  for run, address, values in zip(runs, pages, of_runs, strict=True):
+    rows.append((Link(run.name, address), *values))
+  note = _OTHER_TOKENS if _have_other_tokens(runs) else ''
+  together = f'<p><a href="{page_of_all}">All runs on one page</a></p>'
+  return document('Runs', ['<h1>Runs</h1>', note, table(('run', *titles), rows), together])
+
+
+def _have_other_tokens(runs: Sequence[Run]) -> bool:
+  return len({run.tokens for run in runs}) > 1
+
+
 def _results(runs: Sequence[Run]) -> str:
-  """The last results of each run, and its speed."""
+  """A table of the last results of each run, and its speed."""
+  names = [run.name for run in runs]
+  return table(('', *names), _result_rows(runs))
+
+
+def _result_rows(runs: Sequence[Run]) -> list[Sequence[Any]]:
+  """The last results that any run has, and the speeds: (title, a value of each run)."""
   rows: list[Sequence[Any]] = [
     ('model', *(run.about for run in runs)),
     ('version', *(run.version for run in runs)),
@@ -98,8 +125,7 @@ def _results(runs: Sequence[Run]) -> str:
     _, *values = row
     if any(value is not None for value in values):
       known.append(row)
-  names = [run.name for run in runs]
-  return table(('', *names), known)
+  return known
 
 
 def _median(lines: Sequence[Line], metric: str) -> float | None:
@@ -201,16 +227,35 @@ def _last(lines: Sequence[Line]) -> Line:
   return lines[-1]
 
 
+def write_folder(folder: pathlib.Path, runs: Sequence[Run]) -> None:
+  """Writes index.html, a page about each run and one about all; StorageError if that fails."""
+  if os.path.lexists(folder):
+    raise StorageError(f'{folder} is there already. Name another --folder.')
+  pages = {f'run-{number}.html': page([run]) for number, run in enumerate(runs, 1)}
+  texts = pages | {_PAGE_OF_ALL: page(runs), 'index.html': index(runs, [*pages], _PAGE_OF_ALL)}
+  message = f'{folder} cannot be written'
+  with write_errors(message, 'name another --folder'), owned.new_folder(folder) as place:
+    for name, text in texts.items():
+      (place / name).write_bytes(text.encode(errors='replace'))
+
+
 @console.lasting_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes the page; returns the exit code."""
-  about = 'Writes one page about one or more runs.'
+  about = 'Writes a page about one or more runs, or a folder of pages with an index.'
   parser = argparse.ArgumentParser('valkyrie-report', description=about, allow_abbrev=False)
   parser.add_argument('runs', nargs='+', metavar='RUN', help='its directory or address')
-  parser.add_argument('--output', default='report.html', help='default: %(default)s')
+  where = parser.add_mutually_exclusive_group()
+  where.add_argument('--output', default='report.html', help='default: %(default)s')
+  where.add_argument('--folder', help='for index.html, a page about each run, and one about all')
   flags = parser.parse_args(arguments)
   try:
     recorded_runs = [read_run(opened(run)) for run in flags.runs]
+    if flags.folder is not None:
+      folder = pathlib.Path(with_home(flags.folder))
+      write_folder(folder, recorded_runs)
+      print(folder / 'index.html')
+      return 0
     text = page(recorded_runs)
     output = pathlib.Path(with_home(flags.output))
     if output.exists():
