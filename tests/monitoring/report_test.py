@@ -139,11 +139,15 @@ def test_a_folder_of_pages_has_an_index(run, tmp_path, capsys):
   rows = re.findall('<td class="number">(9|9.5)</td>', text)
   assert rows == ['9', '9.5']  # a row of each run
   assert re.findall('href="([^"]+)"', text) == ['run-1.html', 'run-2.html', 'all.html']
-  names = {path.name for path in (tmp_path / 'reports').iterdir()}
-  assert names == {'index.html', 'run-1.html', 'run-2.html', 'all.html'}
-  recorded = [recorded_run.read_run(folder) for folder in folders]
-  assert (tmp_path / 'reports' / 'run-2.html').read_text() == html_report.page(recorded[1:])
-  assert (tmp_path / 'reports' / 'all.html').read_text() == html_report.page(recorded)
+  titles = {}
+  for path in (tmp_path / 'reports').iterdir():
+    titles[path.name] = re.findall('<title>(.*)</title>', path.read_text())
+  assert titles == {
+    'index.html': ['Runs'],
+    'run-1.html': ['a &lt;b&gt;'],
+    'run-2.html': ['other'],
+    'all.html': ['a &lt;b&gt;, other'],
+  }
   assert html_report.main(arguments) == 74 and 'is there already' in capsys.readouterr().err
 
 
