@@ -1,4 +1,4 @@
-"""What is shown of components: their windows, their tokens and their labels."""
+"""Components as a page shows them: their windows, their tokens and their labels."""
 
 from collections.abc import Callable, Iterable, Sequence
 import itertools
