@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.models import slices
-from valkyrie.models.attention import softmax
+from valkyrie.models.attention import cudnn, softmax
+from valkyrie.models.attention.kernels import LANES
 from valkyrie.models.attention.softmax import MASKED, Dropout, Part
 from valkyrie.models.precision import wide
 from valkyrie.types import Array
@@ -27,11 +28,12 @@ LARGER_BRANCH = 'larger_branch'
 class Form(NamedTuple):
   """A query sees a key of its document that is `reach` - 1 tokens or less before it.
 
-  S = `slice_size` queries are read at once.
+  S = `slice_size` queries are read at once, by cuDNN's kernel if `by_kernel`.
   """
 
   reach: int
   slice_size: int
+  by_kernel: bool = False
 
 
 class Marks(NamedTuple):
@@ -110,7 +112,7 @@ def _backward(form, residuals, gradients):
 
       def add(sums):
         of_parts = ((part,), draws, *of_forward)
-        (more,), _ = softmax.attend_backward(of_parts, of_results)
+        (more,), _ = _rule(form).attend_backward(of_parts, of_results)
         d_q, d_k, d_v, _ = more
         cotangents = (d_q, d_k, d_v)
         return tuple(total + x.astype(dtype) for total, x in zip(sums, cotangents, strict=True))
@@ -148,7 +150,7 @@ def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slic
 
     def join(so_far):
       out, log_total = so_far
-      more, log_more = softmax.attend((part,), draws)
+      more, log_more = _rule(form).attend((part,), draws)
       log_both = jnp.logaddexp(log_total, log_more)
       share = jnp.exp(log_total - log_both)
       share_of_more = jnp.exp(log_more - log_both)
@@ -163,6 +165,11 @@ def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slic
   no_key = jnp.full((*leading, 1), MASKED, dtype)
   so_far, _ = lax.scan(read, (no_value, no_key), blocks)
   return so_far
+
+
+def _rule(form: Form) -> Any:
+  """The module that attends to a block."""
+  return cudnn if form.by_kernel else softmax
 
 
 def _if_any(mask: Array, add: Any, so_far: Any) -> Any:
@@ -190,11 +197,17 @@ def _slice_size(form: Form, q: Array) -> int:
 
 def _blocks_of(form: Form, q: Array, keys: Keys) -> _Block:
   batch, _, heads, _ = q.shape
-  at_once = slices.LOGITS_AT_ONCE // (batch * heads * _slice_size(form, q))
+  # A kernel writes no logits of heads, but reads a mask.
+  masks = batch * _slice_size(form, q)
+  logits = masks * heads
+  at_once = slices.LOGITS_AT_ONCE // (masks if form.by_kernel else logits)
   most = max(1, at_once)
   total = keys.k.shape[1]
   count = -(-total // most)
   size = -(-total // count)
+  if form.by_kernel:
+    size = -(-size // LANES) * LANES
+    count = -(-total // size)
   k, v, marks = jax.tree.map(lambda x: slices.cut(x, size), keys)
   by_head = (jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3))
   return _Block(jnp.arange(count), *by_head, marks)

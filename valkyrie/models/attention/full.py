@@ -11,7 +11,9 @@ import numpy as np
 
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.errors import ConfigurationError
+from valkyrie.models import kernel_choice
 from valkyrie.models.attention import blocks, document_cache, kernels, softmax
+from valkyrie.models.attention.kernels import LANES
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import rotate
@@ -58,11 +60,14 @@ class FullAttention(LongformerAttention):
         'FullAttention.slides = True needs FullAttention.carried = True: without a carry, every '
         'chunk is read by itself. Remove one of the two bindings.'
       )
-    if self.kernels and self.carried:
+    if self.kernels == 'interpret' and self.carried:
       raise ConfigurationError(
-        f'FullAttention.kernels={self.kernels!r}: kernels read whole chunks, and no keys of '
-        'earlier ones. Set FullAttention.kernels = None, or FullAttention.carried = False.'
+        "FullAttention.kernels='interpret': cuDNN's kernel reads the keys of earlier chunks, and "
+        "only a GPU runs it. Set FullAttention.kernels = 'prefer' or None, or "
+        'FullAttention.carried = False.'
       )
+    if self.carried:  # cuDNN's kernel alone takes a mask that changes as the cache does
+      self.kernel_limits = kernel_choice.Limits(('gpu',), LANES)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Any:
     """An empty cache, or nothing without a carry."""
@@ -86,7 +91,7 @@ class FullAttention(LongformerAttention):
       self._check_chunk(x.shape[1])
     q, k, v = self._project_heads(x)
     if self.carried or sequence_parallel.axes():
-      form = blocks.Form(self.max_context, self.slice_size)
+      form = blocks.Form(self.max_context, self.slice_size, self._uses_kernel(x.shape[1]))
       tokens = KVCache(k, v, segment_ids)
       out, carry = document_cache.attend(form, self._rotary, q, tokens, carry, self._dropout())
     else:

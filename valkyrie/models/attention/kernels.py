@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models.attention import softmax
+from valkyrie.models.attention import cudnn, softmax
 from valkyrie.models.kernel_choice import Limits
 from valkyrie.models.precision import wide
 from valkyrie.sharding.mesh import platform
@@ -97,46 +97,23 @@ def _seen_blocks(form: Form, size: int) -> int:
 
 def _cudnn(form: Form) -> Kernel:
   """cuDNN's attention, in bfloat16 and float16."""
-  cudnn = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
   queries, keys, window, _ = form
   query = np.arange(keys - queries, keys)
   key = np.arange(keys)
   steps = query[:, None] - key
   inside = (steps >= 0) & (steps <= window)
 
-  # As in jax.nn.dot_product_attention, whose gradient reads only its own denominator.
-  def call(primitive, q, k, v, segments, *more, **options):
-    seen = inside[None] & softmax.same_document(*segments)
-    bias = jnp.where(seen, 0, softmax.MASKED)
-    bias = bias.astype(q.dtype)[:, None]
-    unused = 6 * [jnp.zeros(0, q.dtype)]
-    return primitive.bind(
-      q,
-      k,
-      v,
-      bias,
-      *unused,
-      *more,
-      scale=1.0,
-      seed=0,
-      dropout_rate=0.0,
-      variadic_args=(True, False),  # the bias has no gradient
-      mask_type=cudnn.MaskType.NO_MASK,
-      layout=cudnn.AttentionLayout.BNTH.value,
-      sliding_window_length=None,
-      **options,
-    )
+  def seen(segments) -> Any:
+    return inside[None] & softmax.same_document(*segments)
 
-  def forward(*given):
-    out, log_total = call(cudnn._dot_product_attention_fwd_p_wrapper, *given, is_training=True)
+  def forward(q, k, v, segments):
+    out, log_total = cudnn.forward(q, k, v, seen(segments))
     return out, (log_total,)
 
-  def backward(q, k, v, segments, out, log_total, gradient):
-    results = out.astype(q.dtype), gradient.astype(q.dtype)
-    primitive = cudnn._dot_product_attention_bwd_p_wrapper
-    return call(primitive, q, k, v, segments, log_total, *results)
+  def backward(q, k, v, segments, *of_results):
+    return cudnn.backward(q, k, v, seen(segments), *of_results)
 
-  return Kernel(jax.named_scope('cudnn'), forward, backward)
+  return Kernel(jax.named_scope(cudnn.SCOPE), forward, backward)
 
 
 def _by_cudnn(choice: str | None) -> bool:

@@ -153,10 +153,10 @@ class LongformerAttention(WindowAttention):
 
   registers: NonNegativeInt = 0
   kernels: str | None = None
+  kernel_limits: kernel_choice.Limits = dataclasses.field(init=False, default=LIMITS)
 
   causal: ClassVar[bool] = True
   sequence_parallel: ClassVar[bool] = True
-  kernel_limits: ClassVar[kernel_choice.Limits] = LIMITS
 
   def __post_init__(self):
     super().__post_init__()
