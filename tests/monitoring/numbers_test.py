@@ -197,6 +197,7 @@ def test_console_tensorboard_and_report_have_the_numbers_of_the_lines(run):
   for said in (
     'no checkpoint found in ',
     'float32, remat_policy None, learning rate x 1',
+    'memory of this process before the state: ',
     'memory of this process with the state: ',
     'memory of this process after the first step: ',
     'memory of this process at the end: ',

@@ -75,6 +75,8 @@ def test_weights_no_better_than_a_guess_are_refused(trained, tmp_path, capsys):
   flag = f"--gin.train.initial_weights='{source}'"
   assert start(tmp_path / 'run.gin', tmp_path / 'next', flag) == ConfigurationError.exit_code
   assert 'not clearly below the 5.5568 of a guess' in capsys.readouterr().err
+  found = {path.name for path in (tmp_path / 'next').iterdir()}
+  assert 'model_info.txt' in found and 'config.json' not in found  # the table is there before
   accepted = '--gin.InitialWeights.any_loss=True'
   assert start(tmp_path / 'run.gin', tmp_path / 'next', flag, accepted) == 0
   said = capsys.readouterr()
