@@ -1,6 +1,8 @@
 """Options of a run: early stopping, a profile, and the average of the parameters."""
 
+import pathlib
 import re
+import shutil
 
 import gin
 import numpy as np
@@ -11,6 +13,8 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.run.lengths import Lengths, Lowest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -113,6 +117,22 @@ def test_long_unrolls_change_the_gradient_and_resume_where_they_were(start, tmp_
   code, said = start(*long, '--gin.train_steps=4')
   assert code == 0 and 'resuming after step 3' in said
   assert tiny_run.metrics(tmp_path / 'run')[4]['loss'] == found['whole'][4]['loss']
+
+
+def test_a_run_goes_on_bit_for_bit_on_another_part_of_the_devices(start, tmp_path):
+  layout = f'--gin_file={ROOT}/gin/partition/zero1.gin'
+  flags = [layout, '--gin.train_steps=3', '--gin.checkpoint_every=2', '--gin.eval_every=9']
+  code, said = start(*flags, '--gin.Partitioner.devices=(0, 1)')
+  assert code == 0, said
+  shutil.rmtree(tmp_path / 'run' / 'checkpoints' / '3')
+  before = tiny_run.metrics(tmp_path / 'run')[3]
+  code, said = start(*flags, '--gin.Partitioner.devices=(6, 7)')
+  assert code == 0, said
+  after = tiny_run.metrics(tmp_path / 'run')[3]
+  assert after['step_seconds'] != before['step_seconds']  # it was taken again
+  assert (after['loss'], after['grad_norm']) == (before['loss'], before['grad_norm'])
+  code, said = start(*flags, '--gin.Partitioner.devices=(0, 8)')
+  assert code == 78 and 'does not name devices of this run' in said
 
 
 def test_a_schedule_that_more_steps_stretch_is_said_and_can_be_kept(start, tmp_path):
