@@ -406,19 +406,22 @@ def test_an_answer_of_the_judge_is_one_list_of_passages():
 
 
 def test_scores_stand_for_what_was_answered_only(folder, capsys):
-  """Two labels, and a question of theirs without an answer and one with an unclear answer."""
+  """Three labels: a question without an answer, an unclear answer, and nothing to ask about."""
+  changed = sites()
+  changed[1].components[1] = changed[1].components[1]._replace(held_out=[])
+  labels.write(folder, changed, BYTES.decode, THRESHOLD)
   components = labels.described(folder)
-  by_id = {components[1].id: 'b', components[2].id: 'c'}
+  by_id = {components[1].id: 'b', components[2].id: 'c', components[3].id: 'd'}
   asked = label_scores.questions(components, by_id)
   own, other = asked[components[1].id]
   assert 'Description: "b"' in own.messages[1]['content']
-  assert 'Description: "c"' in other.messages[1]['content']
+  assert other.messages[1]['content'].split('\n')[0] in ('Description: "c"', 'Description: "d"')
   truth = [passage.active for passage in components[1].held_out]
   wrong = [n for n, active in enumerate(truth, 1) if not active]
   answers = {own.id: str(wrong), asked[components[2].id][0].id: 'none of them'}
-  first, second = label_scores.scored(components, by_id, asked, answers)
+  first, second, third = label_scores.scored(components, by_id, asked, answers)
   assert first == ('layers.0.mlp.out', 1, 'b', 4, 0.0, None, 1.0, 0.5)
-  assert second[4:] == (None, None, 1.0, 0.5)
+  assert second[4:] == (None, None, 1.0, 0.5) and third[3:] == (0, None, None, None, None)
   alone = label_scores.questions(components, {components[0].id: 'a'})
   assert len(alone[components[0].id]) == 1
   exchange.write_lines(
@@ -429,7 +432,8 @@ def test_scores_stand_for_what_was_answered_only(folder, capsys):
   )
   assert label_scores.main([str(folder)]) == 0
   said = capsys.readouterr().out
-  assert '2 of 4 components have labels.' in said and 'answers 2 of them' in said
+  assert '3 of 4 components have labels.' in said and 'answers 2 of them' in said
+  assert 'active in all held-out passages or in none: 1.' in said
   assert 'Answers that are no list of passages: 1 (layers.1.mlp.out/0/own/' in said
   assert 'There are no scores yet' in said
   assert label_scores.main([str(folder / 'missing')]) == 65

@@ -79,7 +79,7 @@ def _answer(folder: pathlib.Path) -> str:
   exchange.write_lines(folder / SCORES, (score._asdict() for score in scores))
   lines = [
     *_about_labels(components, found),
-    *_about_questions(folder, asked, answers),
+    *_about_questions(folder, len(found.by_id), asked, answers),
     *_about_answers(components, asked, answers),
     *_table(scores),
   ]
@@ -178,12 +178,18 @@ def _about_labels(components: Sequence[Described], found: labels.Labels) -> Iter
 
 
 def _about_questions(
-  folder: pathlib.Path, asked: Mapping[str, Sequence[Request]], answers: Mapping[str, str]
+  folder: pathlib.Path,
+  labeled: int,
+  asked: Mapping[str, Sequence[Request]],
+  answers: Mapping[str, str],
 ) -> Iterator[str]:
-  """Lines about the questions."""
+  """Lines about the questions on so many labeled components."""
   ids = [question.id for of_component in asked.values() for question in of_component]
   answered = sum(name in answers for name in ids)
   yield f'{folder / QUESTIONS}: {len(ids):,} questions about {len(asked):,} components.'
+  without = labeled - len(asked)
+  if without:
+    yield f'Not asked about, since active in all held-out passages or in none: {without:,}.'
   yield f'{folder / ANSWERS} answers {answered:,} of them.'
 
 
