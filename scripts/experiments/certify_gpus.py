@@ -27,6 +27,8 @@ HEAD = (
 _KERNELS = "--gin.LongformerAttention.kernels='prefer'"
 _QWEN = '--gin_file=scripts/experiments/qwen3_5_2b.gin'
 _SPLIT = '--gin_file=gin/partition/context_fsdp.gin'
+_QUARTER = '--gin.FullAttention.max_context=262144'
+_WHOLE = ("--gin.FullAttention.kernels='prefer'", '--gin.FullAttention.slice_size=2048')
 
 
 def describe(row: certify.Row, found: certify.Certificate) -> Sequence[str]:
@@ -52,9 +54,9 @@ def describe(row: certify.Row, found: certify.Certificate) -> Sequence[str]:
 
 
 def qwen(topology: str, *flags: str, **macros: int) -> certify.Row:
-  """A row of Qwen3.5-2B's shape."""
+  """A row of Qwen3.5-2B's shape, split over the GPUs."""
   further = [f'--gin.{name}={value}' for name, value in macros.items()]
-  return certify.Row((_QWEN, *flags, f'--topology={topology}', *further))
+  return certify.Row((_QWEN, _SPLIT, f'--topology={topology}', *flags, *further))
 
 
 TABLE = certify.Table(
@@ -66,10 +68,10 @@ TABLE = certify.Table(
     certify.run('h200', 'h200:1'),
     certify.run('h200', 'h200:8', '--gin_file=gin/partition/zero1.gin', batch_size=8),
     certify.run('h200', '4xh200:8', '--gin_file=gin/partition/zero1.gin', batch_size=32),
-    certify.run('h200', '4xh200:8', '--gin_file=gin/partition/context.gin', batch_size=1),
     certify.run('v5p_64_8b', '8xh100:8', _KERNELS),
-    qwen('h100:8', _SPLIT, chunks=4, backprop_chunks=4),
-    qwen('h100:8', _SPLIT),
+    qwen('h100:8', _QUARTER, chunks=4, backprop_chunks=4),
+    qwen('h100:8', _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
+    qwen('h100:8', *_WHOLE),
   ),
 )
 
