@@ -132,8 +132,8 @@ def of_program(program: jax.stages.Compiled) -> str:
   )
 
 
-def shortage(program: jax.stages.Compiled) -> str | None:
-  """A warning if a compiled step takes more memory of the host than is left; None if it fits.
+def shortage(program: jax.stages.Compiled, devices: int) -> str | None:
+  """A warning if a step on so many devices of this host takes more than is left; None if it fits.
 
   The kernel may kill such a process, and then there is no other message.
   """
@@ -141,7 +141,7 @@ def shortage(program: jax.stages.Compiled) -> str | None:
   if sizes is None or jax.default_backend() != 'cpu':
     return None
   new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes  # beside state and batch
-  needed = jax.local_device_count() * (sizes.temp_size_in_bytes + new)
+  needed = devices * (sizes.temp_size_in_bytes + new)
   smallest = room()
   if needed <= smallest.left:
     return None

@@ -105,7 +105,8 @@ class Trainer:
     step_memory = memory.of_program(compiled)
     self.say(f'traced in {times}; {step_memory}')
     self.step_memory = f'a step of {_shape_text(phase)} takes {step_memory}'
-    shortage = memory.shortage(compiled)
+    local_devices = self.setup.partitioner.mesh.local_devices
+    shortage = memory.shortage(compiled, len(local_devices))
     if shortage:
       self.say(shortage)
     return compiled
