@@ -2,11 +2,9 @@
 
 Three things prove that this program made a file; a path or the look of a name never does.
 
-1. A temporary name, which only this module makes. What is written has such a name until it is
-   complete, and its writer holds a lock on it, which the system frees when the process ends. A
-   later write beside it removes what a killed process has left:
-
-       .NAME.<16 random digits><8 of the machine><8 that check the others>      all hexadecimal
+1. A temporary name (`temporary_names`). What is written has such a name until it is complete, and
+   its writer holds a lock on it, which the system frees when the process ends. A later write beside
+   it removes what a killed process has left.
 
 2. A mark inside a folder, with the folder's name: a copy or a renamed folder is somebody else's.
 
@@ -20,26 +18,21 @@ No link is followed, and what this program has not made stays.
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import errno
-import hashlib
 import itertools
 import json
 import logging
 import os
 import pathlib
-import re
-import secrets
 import shutil
 import stat
 import time
 from typing import BinaryIO
 
 from valkyrie import errors, foreign
-from valkyrie.storage import foreign_names, locks
+from valkyrie.storage import foreign_names, locks, temporary_names
 
 MARK = '.made_by_valkyrie'
-_TEMPORARY = re.compile(r'\.(.+)\.([0-9a-f]{24})([0-9a-f]{8})', re.DOTALL)
 _MOST_NAMED = 5
-_LONGEST_NAME = 200  # bytes of NAME in a temporary name: a file system allows 255 in all
 # Locks hold within one machine on some network file systems, and others have none: there, only
 # what was not changed for so long counts as left by a process that has ended.
 _ABANDONED_SECONDS = 24 * 3600
@@ -114,23 +107,16 @@ def remove_litter(folder: pathlib.Path) -> None:
   """
   with contextlib.suppress(OSError):  # the folder does not exist yet, or cannot be listed
     for name in os.listdir(folder):
-      parts = _parts(name)
-      if parts is not None:
+      if temporary_names.is_one(name):
         with contextlib.suppress(OSError):
-          _remove_abandoned(folder / name, is_local=parts[2].endswith(_machine()))
-
-
-def is_temporary(name: str) -> bool:
-  """Whether a file or folder of this name is one that is being written, or was left by a kill."""
-  return _parts(name) is not None
+          _remove_abandoned(folder / name, temporary_names.is_of_this_machine(name))
 
 
 def unfinished(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
   """What has a temporary name for `name`; after `remove_litter`, a living process has made it."""
   places = []
   for entry in os.listdir(folder):
-    parts = _parts(entry)
-    if parts is not None and parts[1] == name:
+    if temporary_names.target_of(entry) == name:
       places.append(folder / entry)
   return places
 
@@ -171,7 +157,7 @@ def delete_marked(folder: pathlib.Path) -> bool:
       shutil.rmtree(folder / name)
     elif name != MARK:
       os.unlink(folder / name)
-  aside = folder.with_name(_temporary_name(folder.name))
+  aside = folder.with_name(temporary_names.make(folder.name))
   os.rename(folder / MARK, aside)
   try:
     os.rmdir(folder)
@@ -283,7 +269,7 @@ def move(place: pathlib.Path, target: pathlib.Path) -> None:
 def _locked_file(path: pathlib.Path) -> BinaryIO:
   """A new file beside `path`, with a temporary name and a lock."""
   while True:
-    place = path.with_name(_temporary_name(path.name))
+    place = path.with_name(temporary_names.make(path.name))
     with contextlib.ExitStack() as stack:
       file = stack.enter_context(open(place, 'x+b'))
       stack.callback(delete_file, place)
@@ -296,7 +282,7 @@ def _locked_file(path: pathlib.Path) -> BinaryIO:
 def _locked_folder(path: pathlib.Path) -> tuple[pathlib.Path, int]:
   """A new folder beside `path`, with a temporary name, and the descriptor that locks it."""
   while True:
-    place = path.with_name(_temporary_name(path.name))
+    place = path.with_name(temporary_names.make(path.name))
     os.mkdir(place)
     # As in `_locked_file`, but a folder can also be gone before it is opened.
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
@@ -358,34 +344,6 @@ def _give_free_name(place: pathlib.Path, target: pathlib.Path) -> None:
   if os.path.lexists(target):
     raise FileExistsError(f'{target} is there already')
   os.rename(place, target)
-
-
-def _temporary_name(name: str) -> str:
-  short = os.fsencode(name)[:_LONGEST_NAME].decode('utf-8', errors='ignore') or 'file'
-  digits = secrets.token_hex(8) + _machine()
-  return f'.{short}.{digits}{_check_digits(short, digits)}'
-
-
-def _parts(name: str) -> re.Match[str] | None:
-  """The match of a temporary name that this module has made: NAME, digits and check digits."""
-  match = _TEMPORARY.fullmatch(name)
-  if match is None or match[3] != _check_digits(match[1], match[2]):
-    return None
-  return match
-
-
-def _check_digits(name: str, digits: str) -> str:
-  text = f'valkyrie {name} {digits}'.encode(errors='surrogateescape')
-  return hashlib.sha256(text).hexdigest()[:8]
-
-
-def _machine() -> str:
-  """8 digits of this start of this machine, within which a lock is certain."""
-  try:
-    boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_bytes()
-  except OSError:
-    boot = os.uname().nodename.encode()
-  return hashlib.sha256(boot).hexdigest()[:8]
 
 
 def _is_at(place: pathlib.Path, descriptor: int) -> bool:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 
 from valkyrie.errors import end_after, reason_of, storage_errors, usable_path, write_errors
-from valkyrie.storage import foreign_names, owned
+from valkyrie.storage import foreign_names, temporary_names
 from valkyrie.storage.bucket import Bucket, is_bucket
 
 _SECONDS = 30.0  # between two uploads
@@ -76,7 +76,7 @@ class BucketDirectory(os.PathLike):
     with self._uploading:
       for file in sorted(self._local.rglob('*')):
         path = file.relative_to(self._local)
-        is_temporary = any(map(owned.is_temporary, path.parts))
+        is_temporary = any(map(temporary_names.is_one, path.parts))
         if file.is_file() and not is_temporary:
           self._upload(path.as_posix(), file)
 
