@@ -1,6 +1,7 @@
 """Full attention: to the whole of a document, or to the document's part in a chunk."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import gin
@@ -13,7 +14,7 @@ from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import kernel_choice
 from valkyrie.models.attention import blocks, document_cache, kernels, softmax
-from valkyrie.models.attention.kernels import LANES
+from valkyrie.models.attention.kernels import LANES, LIMITS
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import rotate
@@ -52,6 +53,13 @@ class FullAttention(LongformerAttention):
 
   sequence_parallel: ClassVar[bool] = True
 
+  @functools.cached_property
+  def kernel_limits(self) -> kernel_choice.Limits:
+    """With a carry, cuDNN's kernel alone: its mask changes as the cache does."""
+    if self.carried:
+      return kernel_choice.Limits(('gpu',), LANES)
+    return LIMITS
+
   def __post_init__(self):
     self.window = self.max_context - 1
     super().__post_init__()
@@ -66,8 +74,6 @@ class FullAttention(LongformerAttention):
         "only a GPU runs it. Set FullAttention.kernels = 'prefer' or None, or "
         'FullAttention.carried = False.'
       )
-    if self.carried:  # cuDNN's kernel alone takes a mask that changes as the cache does
-      self.kernel_limits = kernel_choice.Limits(('gpu',), LANES)
 
   def initial_carry(self, batch_size: int, dtype: DType) -> Any:
     """An empty cache, or nothing without a carry."""

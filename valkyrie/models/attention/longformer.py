@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import ClassVar
 
 import gin
@@ -153,10 +154,14 @@ class LongformerAttention(WindowAttention):
 
   registers: NonNegativeInt = 0
   kernels: str | None = None
-  kernel_limits: kernel_choice.Limits = dataclasses.field(init=False, default=LIMITS)
 
   causal: ClassVar[bool] = True
   sequence_parallel: ClassVar[bool] = True
+
+  @functools.cached_property  # Haiku wraps properties, which then need a transform
+  def kernel_limits(self) -> kernel_choice.Limits:
+    """Where its kernels run."""
+    return LIMITS
 
   def __post_init__(self):
     super().__post_init__()
