@@ -56,6 +56,7 @@ def memory(field):
 params = {
   f'model/layers/block_{n}/~/mlp': {'out': jnp.full(%r, -1, jnp.float32)} for n in range(%r)
 }
+jax.block_until_ready(params)  # so that `before` counts them
 tensors = tensor_folders.in_files(pathlib.Path(sys.argv[1])).tensors
 open('/proc/self/clear_refs', 'w').write('5')
 before = memory('VmRSS')
