@@ -363,7 +363,9 @@ def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Ar
         _fill(part, tensor, inside)
     return block
 
-  return jax.make_array_from_callback(before.shape, before.sharding, block_of_device)
+  # Until they are copied, the blocks of the host stay, beside those of the next array.
+  filled = jax.make_array_from_callback(before.shape, before.sharding, block_of_device)
+  return jax.block_until_ready(filled)
 
 
 def _fill(part: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
