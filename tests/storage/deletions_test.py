@@ -14,8 +14,10 @@ DELETES = {
 }  # fmt: skip
 # {file: calls that nothing of a user can meet}
 APART = {
-  # In the folder of an export or a step that has its temporary name or its mark still.
+  # In the folder of an export, a step or pages that has its temporary name or its mark still.
   'inference/export.py': {'write_text': 2},
+  'lab/decomposition/page.py': {'write_text': 3},
+  'monitoring/html_report.py': {'write_bytes': 1},
   'weights/tensor_writer.py': {'write_text': 1},
   'checkpoint/steps.py': {'write_bytes': 2},
   'data/shard_arrays.py': {"open 'wb'": 1},
