@@ -16,7 +16,6 @@ import certify
 PAGE = certify.ROOT / 'docs' / 'results' / 'one_chip.md'
 # The flags of XLA that a run on GPUs has.
 ENVIRONMENT = ('bash', '-c', 'source scripts/gpu_environment && exec "$@"', 'certify_gpus')
-GIB = 2**30
 TB = 1e12
 HEAD = (
   '| flags of `--run_mode=precompile` | rows x tokens | GiB a GPU | executed / useful '
@@ -34,7 +33,7 @@ _WHOLE = ("--gin.FullAttention.kernels='prefer'", '--gin.FullAttention.slice_siz
 def describe(row: certify.Row, found: certify.Certificate) -> Sequence[str]:
   """The cells of a row, in the order of HEAD."""
   tokens = found['chunks'] * found['chunk_size']
-  memory = f'{found["total_bytes"] / GIB:.1f} of {found["hbm_bytes"] / GIB:.1f}'
+  memory = f'{found["total_bytes"] / certify.GIB:.1f} of {found["hbm_bytes"] / certify.GIB:.1f}'
   if not found['fits']:
     memory += ' (no)'
   sent = sum(found['collective_bytes'].values()) / certify.GB

@@ -1,13 +1,13 @@
 """A hybrid that another program has written is decomposed as a model of a run is."""
 
-import gin
+import functools
+
 from hybrid_classes_reference import Qwen35
 import hybrid_folders
 import numpy as np
 import tiny_run
 
 import valkyrie
-from valkyrie import main
 from valkyrie.weights import huggingface
 
 LAYERS = ['linear_attention', 'full_attention']
@@ -35,13 +35,7 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   (tmp_path / 'run.gin').write_text(tiny_run.gin_text(tmp_path / 'data', more=more))
   run = tmp_path / 'run'
 
-  def start(*flags):
-    gin.clear_config(clear_constants=True)
-    code = main.main([f'--model_dir={run}', *flags])
-    out, said = capsys.readouterr()
-    assert code == 0, said
-    return out
-
+  start = functools.partial(tiny_run.output_of, capsys, run)
   start(f'--gin_file={tmp_path / "run.gin"}', f'--gin_file={model}', '--gin.train_steps=1')
   said = start('--run_mode=components', '--gin.components.labeled=1')
   assert 'asks for labels of' in said and (run / 'components_1' / 'index.html').exists()

@@ -462,13 +462,7 @@ def test_a_run_is_evaluated_shown_and_exported(tmp_path, capsys):
     directory.save_now(1, state, {'vocabulary': 'bytes'})
   write_configuration(run)
 
-  def start(*flags):
-    gin.clear_config(clear_constants=True)
-    code = main.main([f'--model_dir={run}', *flags])
-    out, said = capsys.readouterr()
-    assert code == 0, said
-    return out
-
+  start = functools.partial(tiny_run.output_of, capsys, run)
   start('--run_mode=eval')
   metrics = tiny_run.metrics(run, 'eval')[1]
   assert metrics['components/loss/unmasked'] - metrics['components/excess_loss/unmasked'] == (

@@ -20,6 +20,15 @@ WITHOUT_HF = "only pip install '.[hf]' or '.[test]' installs tokenizers"
 LONGEST = 40  # tokens of a document, its EOS included
 
 
+def output_of(capsys, model_dir: pathlib.Path, *flags: str) -> str:
+  """What a command about a run prints, which ends with 0."""
+  gin.clear_config(clear_constants=True)
+  code = main.main([f'--model_dir={model_dir}', *flags])
+  out, said = capsys.readouterr()
+  assert code == 0, said
+  return out
+
+
 def write_stores(data_dir: pathlib.Path, task: str, letters: str, vocabulary=BYTES) -> None:
   """Stores of the task's splits, 'train' and 'validation', of 24 random documents each."""
   for number, split in enumerate(('train', 'validation')):

@@ -11,7 +11,7 @@ from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError, Diverged, UsageError, check_choice
 from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
-from valkyrie.models.features import Features
+from valkyrie.models.features import Description, Features
 from valkyrie.models.matrices import Masks
 from valkyrie.models.model import Model
 from valkyrie.training.losses import logits, token_scores
@@ -75,6 +75,17 @@ def places(carry: TextCarry, tokens: Array, lengths: Array) -> tuple[Array, Arra
   distances = carry.position[:, None] + index
   positions = jnp.where(is_real, position_of(distances), 0)
   return positions, is_real.astype(jnp.int32)
+
+
+def check_length(about: Description, tokens: int) -> None:
+  """Raises a ConfigurationError if a text is longer than a model can read."""
+  longest = about.max_context
+  if longest is not None and tokens > longest:
+    raise ConfigurationError(
+      f'The text of {tokens} tokens, with those to be generated, exceeds the {longest} that '
+      'this model can read (FullAttention.max_context). Shorten it, or let each token see the '
+      'last tokens by FullAttention.slides = True.'
+    )
 
 
 class Reader:
@@ -253,14 +264,8 @@ class Reader:
     return next_carry
 
   def check_length(self, tokens: int) -> None:
-    """Raises a ConfigurationError if a text is longer than the model can read."""
-    longest = self.model.about.max_context
-    if longest is not None and tokens > longest:
-      raise ConfigurationError(
-        f'The text of {tokens} tokens, with those to be generated, exceeds the {longest} that '
-        'this model can read (FullAttention.max_context). Shorten it, or let each token see the '
-        'last tokens by FullAttention.slides = True.'
-      )
+    """As `check_length`, of this model."""
+    check_length(self.model.about, tokens)
 
   def apply(
     self,

@@ -1,6 +1,8 @@
 """Temporary names of files and folders, which this program alone makes, and recognizes.
 
-.NAME.<16 random digits><8 of the machine><8 that check the others>      all hexadecimal
+    .NAME.<16 random digits><8 of the machine><8 that check the others>      all hexadecimal
+
+A name whose digits do not fit together is somebody else's.
 """
 
 import hashlib

@@ -8,6 +8,7 @@ import numpy as np
 
 from valkyrie.data.read_ahead import prefetch
 from valkyrie.errors import ConfigurationError
+from valkyrie.inference.reader import check_length
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.models.features import SITES
 from valkyrie.run.evaluator import Evaluator
@@ -63,15 +64,8 @@ class SplitReader:
 
     Raises a ConfigurationError if the model cannot read a document of this length.
     """
-    longest = self.model.about.max_context
-    if longest is not None and len(ids) > longest:
-      raise ConfigurationError(
-        f'The text has {len(ids)} tokens, and the model reads documents of at most {longest} '
-        '(FullAttention.max_context). Shorten the text, or let each token see the last tokens by '
-        'FullAttention.slides = True.'
-      )
+    check_length(self.model.about, len(ids))
     shape = (self._evaluator.batch_size, self._evaluator.chunk_size)
-    names = names_of(self.model.parameters())
     carry = self._initial_carry()
     for begin in range(0, len(ids), shape[1]):
       chunk = ids[begin : begin + shape[1]]
@@ -82,11 +76,7 @@ class SplitReader:
       batch.positions[0, :count] = position_of(np.arange(begin, begin + count))
       batch.segment_ids[0, :count] = 1
       low, carry = self._read(carry, batch)
-      found = {}
-      for path, by_layer in jax.device_get(dict(low)).items():
-        for name, g in zip(names[path], by_layer, strict=True):
-          found[name] = g[0, :count]
-      yield found, count
+      yield {name: g[0, :count] for name, g in self._by_name(low)}, count
 
   def _initial_carry(self) -> Any:
     """The carries of the model and of the importances, which have read nothing."""
@@ -104,11 +94,12 @@ class SplitReader:
 
   def importances(self) -> Iterator[dict[str, np.ndarray]]:
     """{name of a site: g [N, C]} of the N tokens of each chunk that are no padding."""
-    names = names_of(self.model.parameters())
     for chunk in self.chunks():
       real = chunk.batch.segment_ids > 0
-      found = {}
-      for path, by_layer in jax.device_get(dict(chunk.importances)).items():
-        for name, g in zip(names[path], by_layer, strict=True):
-          found[name] = g[real]
-      yield found
+      yield {name: g[real] for name, g in self._by_name(chunk.importances)}
+
+  def _by_name(self, importances: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name of a site, g [B, T, C]) of importances [L, B, T, C] by path."""
+    names = names_of(self.model.parameters())
+    for path, by_layer in jax.device_get(dict(importances)).items():
+      yield from zip(names[path], by_layer, strict=True)
