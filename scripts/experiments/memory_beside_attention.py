@@ -6,7 +6,8 @@ With several --rates, each is tried for --rate_budget tokens' worth and the firs
 that validates best trains the seeds. Then each model reads the first --tokens tokens of held-out
 subsystems: with its carry, or, where attention reads rows by themselves, in rows that overlap by
 half, of which the second half counts. Differences from the first model are means over the
-subsystems, with 95% intervals (Student's t); of several seeds, a subsystem's mean counts.
+subsystems, with 95% intervals (Student's t); of several seeds, a subsystem's mean counts. The
+picture memory_beside_attention.png in the folder of the results shows them.
 
 The same command continues after any interruption, and trains and scores nothing twice.
 
@@ -29,7 +30,7 @@ from bench_runs import with_bindings
 import gin
 import jax
 import jax.numpy as jnp
-from memory_by_distance import mean_and_interval, sums_by_position
+from memory_by_distance import Curve, draw_differences, mean_and_interval, sums_by_position
 import numpy as np
 
 from valkyrie.config.load import load_gin
@@ -103,7 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts.append(_facts(model, steps, rate))
   print(_table(('model', *FACTS), facts))
   print()
-  print(_by_position(scores))
+  first, *_ = scores
+  differences = _differences(scores)
+  print(_by_position(first, scores[first], differences))
+  _draw(flags.results / 'memory_beside_attention.png', first, differences)
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -216,16 +220,39 @@ def _facts(model: Model, steps: int, rate: float) -> list[str]:
   return [model.name, *amounts, model.seen]
 
 
-def _by_position(scores: Mapping[str, np.ndarray]) -> str:
+def _differences(scores: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """{model: mean and half of the interval [bins]} of what it has above the first model."""
+  (_, whole), *others = scores.items()
+  return {name: mean_and_interval(found - whole) for name, found in others}
+
+
+def _shown(bins: int) -> range:
+  """The bins that begin at position 512 or later."""
+  return range(CONTEXT.bit_length() - 1, bins)
+
+
+def _by_position(
+  first: str, whole: np.ndarray, differences: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> str:
   """The first model's bits per byte [sequences, bins] by position, and differences from it."""
-  (first, whole), *others = scores.items()
-  differences = {name: mean_and_interval(found - whole) for name, found in others}
   rows = []
-  for n in range(CONTEXT.bit_length() - 1, whole.shape[1]):
+  for n in _shown(whole.shape[1]):
     cells = [f'{2**n:,}', f'{np.isfinite(whole[:, n]).sum()}', f'{np.nanmean(whole[:, n]):.3f}']
     cells += [f'{mean[n]:+.4f} ± {half[n]:.4f}' for mean, half in differences.values()]
     rows.append(cells)
   return _table(('position', 'sequences', first, *differences), rows)
+
+
+def _draw(
+  path: pathlib.Path, first: str, differences: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+  curves = {}
+  for name, (mean, half) in differences.items():
+    shown = _shown(len(mean))
+    positions = [2**n for n in shown]
+    curves[name] = Curve(positions, mean[shown], half[shown])
+  if curves:
+    draw_differences(path, curves, first)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

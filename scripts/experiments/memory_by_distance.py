@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import pathlib
+from typing import NamedTuple
 
 from bench_runs import with_bindings
 import jax
@@ -38,6 +39,14 @@ from valkyrie.training.losses import token_scores
 from valkyrie.training.setup import StepSettings
 from valkyrie.types import Array, Batch, Carry, Params
 from valkyrie.weights.restored import restored_params
+
+
+class Curve(NamedTuple):
+  """Positions, the mean difference at each, and half of its 95% interval."""
+
+  positions: Sequence[int]
+  mean: np.ndarray
+  half: np.ndarray
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,7 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = [f'{2**n:,}', f'{np.isfinite(whole[:, n]).sum()}', f'{np.nanmean(whole[:, n]):.3f}']
     cells += [f'{mean[n]:+.4f} ± {half[n]:.4f}' for mean, half in costs.values()]
     print('|', ' | '.join(cells), '|')
-  _draw(flags.run / 'memory_by_distance.png', [*shown], costs)
+  curves = {}
+  for every, (mean, half) in costs.items():
+    from_cut = [n for n in shown if 2**n >= every]
+    positions = [2**n for n in from_cut]
+    curves[f'memory of at most {every:,} tokens'] = Curve(positions, mean[from_cut], half[from_cut])
+  draw_differences(flags.run / 'memory_by_distance.png', curves, 'the whole memory')
 
 
 def sums_by_position(
@@ -119,22 +133,18 @@ def mean_and_interval(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return mean, deviation / np.sqrt(count) * scipy.stats.t.ppf(0.975, count - 1)
 
 
-def _draw(path: pathlib.Path, bins: list[int], costs: Mapping[int, tuple]) -> None:
+def draw_differences(path: pathlib.Path, curves: Mapping[str, Curve], compared_with: str) -> None:
+  """Writes a picture of differences in bits per byte by position, with their intervals."""
   figure = matplotlib.figure.Figure((9.6, 4.4), layout='constrained')
   axes = figure.subplots()
   axes.set_xscale('log', base=2)
-  for (every, (mean, half)), color in zip(costs.items(), itertools.cycle(pictures.COLORS)):
-    where = [n for n in bins if 2**n >= every]
-    positions = [2**n for n in where]
-    label = f'memory of at most {every:,} tokens'
-    axes.errorbar(
-      positions, mean[where], half[where], fmt='o-', color=color, lw=3, capsize=4, label=label
-    )
+  for (label, curve), color in zip(curves.items(), itertools.cycle(pictures.COLORS)):
+    axes.errorbar(*curve, fmt='o-', color=color, lw=3, capsize=4, label=label)
   axes.axhline(0, color='black', lw=1)
   axes.xaxis.set_major_formatter('{x:,.0f}')
   axes.grid(axis='y', color='#dddddd')
   axes.set_xlabel('position in the sequence, from P to 2 P - 1')
-  axes.set_ylabel('bits per byte above the whole memory')
+  axes.set_ylabel(f'bits per byte above {compared_with}')
   axes.legend(labelcolor='linecolor', frameon=False)
   figure.savefig(path, dpi=100)
 

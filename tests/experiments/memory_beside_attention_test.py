@@ -75,6 +75,7 @@ def test_models_train_for_the_same_operations_and_are_scored_by_position(
   facts, scores = [rows_of(table) for table in printed.out.split('\n\n')]
   assert [row[0] for row in facts] == ['s5', 'rows']
   assert [row[-1] for row in facts] == ['all', f'{SIZE // 2} to {SIZE}']
+  assert (tmp_path / 'results' / 'memory_beside_attention.png').stat().st_size > 0
   folders = []
   for name, *_, rate, _ in facts:
     tried = {folder: loss_of(folder) for folder in (tmp_path / 'results' / name).glob('steps=*/')}
