@@ -239,16 +239,19 @@ def certificate(flags: Sequence[str], environment: Sequence[str] = ()) -> Certif
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the tables of TPUs, and writes those with all rows into PAGE."""
-  return write(TABLES, PAGE, arguments)
+  return write(TABLES, PAGE, 'certify', arguments)
 
 
 def write(
   tables: Sequence[Table],
   page: pathlib.Path,
+  command: str,
   arguments: Sequence[str] | None,
   environment: Sequence[str] = (),
 ) -> int:
   """Compiles the chosen rows, prints their tables, and writes those with all rows into a page.
+
+  The page names the command, an experiment, beside each table.
 
   Returns the exit code: 1 if a row was not compiled.
   """
@@ -271,7 +274,7 @@ def write(
     text = '\n'.join([table.head, *lines, '', f'Compiled by {compilers}.'])
     print(text)
     if len(found) == len(table.rows):
-      begin = f'<!-- {table.name}: scripts/experiment certify -->'
+      begin = f'<!-- {table.name}: scripts/experiment {command} -->'
       end = f'<!-- end of {table.name} -->'
       page.write_text(page_blocks.with_block(page.read_text(), begin, end, text))
   return int(failed)

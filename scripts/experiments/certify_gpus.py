@@ -77,7 +77,7 @@ TABLE = certify.Table(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the table, and writes it into PAGE if it has all rows."""
-  return certify.write([TABLE], PAGE, arguments, ENVIRONMENT)
+  return certify.write([TABLE], PAGE, 'certify_gpus', arguments, ENVIRONMENT)
 
 
 if __name__ == '__main__':
