@@ -50,9 +50,9 @@ class CausalConvolution(Module):
     bound = self.taps**-0.5
     init = hk.initializers.RandomUniform(-bound, bound)
     width = x.shape[2]
-    axes = (None, 'activation')
+    channel_axis = 'activation'
     shape = (self.taps, width)
-    filters = parameter('filters', shape, init, axes=axes, cast=x.dtype)
+    filters = parameter('filters', shape, init, axes=(None, channel_axis), cast=x.dtype)
     shifted, tail = lagged(carry, x, segment_ids)
     y = jnp.zeros_like(x)
     weights = filters.astype(x.dtype)
@@ -61,7 +61,7 @@ class CausalConvolution(Module):
       read = jnp.where(is_inside, earlier, 0)
       y += weights[lag, None, None] * read
     if self.bias:
-      bias = parameter('bias', (width,), init, axes=axes[1:], cast=x.dtype)
+      bias = parameter('bias', (width,), init, axes=(channel_axis,), cast=x.dtype)
       bias = bias.astype(x.dtype)
       y += bias[None, None]
     return y, tail
@@ -89,29 +89,33 @@ def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F]."""
   slots = carried.shape[1]
   slot = jnp.arange(slots)
-  index = length[:, None] + slot[None]
-  index = index[..., None]
+  place = length[:, None] + slot[None]
   both = jnp.concatenate([carried, x], axis=1)
-  ended = jnp.take_along_axis(both, index, axis=1)
+  ended = jnp.take_along_axis(both, place[..., None], axis=1)
   if not sequence_parallel.axes():
     return carried, ended
-
-  def then(first, second):
-    earlier, filled = first
-    later, added = second
-    slot = jnp.arange(slots)[None, None]
-    place = added[..., None] + slot
-    source = jnp.minimum(place, slots - 1)
-    shifted = jnp.take_along_axis(earlier, source[..., None], axis=2)
-    is_known = place < slots
-    merged = jnp.where(is_known[..., None], shifted, later)
-    together = jnp.minimum(filled + added, slots)
-    return merged, together
 
   # A piece fills the last slots with its own tokens; only device 0 knows those before them.
   filled = jnp.minimum(length, slots)
   piece = (ended, filled)
   entering = (carried, filled)
-  prefixes = sequence_parallel.device_prefix_scan(piece, then, entering)
-  (before, _), (after, _) = prefixes
+  prefixes = sequence_parallel.device_prefix_scan(piece, _then, entering)
+  before_piece, whole = prefixes
+  before, _ = before_piece
+  after, _ = whole
   return before, after
+
+
+def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+  """The last tokens of a piece and of the next one, and how many slots they fill."""
+  earlier, filled = first
+  later, added = second
+  slots = earlier.shape[2]
+  slot = jnp.arange(slots)[None, None]
+  place = added[..., None] + slot
+  source = jnp.minimum(place, slots - 1)
+  shifted = jnp.take_along_axis(earlier, source[..., None], axis=2)
+  is_known = place < slots
+  merged = jnp.where(is_known[..., None], shifted, later)
+  together = jnp.minimum(filled + added, slots)
+  return merged, together

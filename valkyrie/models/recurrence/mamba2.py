@@ -88,8 +88,9 @@ class Mamba2(DecayingHeads):
       segment_ids=segment_ids,
     )
     active = jax.nn.silu(xbc)
-    ends = [self._inner, self._inner + self._states]
-    inner, b, c = jnp.split(active, ends, axis=-1)
+    inner_end = self._inner
+    b_end = inner_end + self._states
+    inner, b, c = jnp.split(active, [inner_end, b_end], axis=-1)
     inner = inner.reshape(batch, time, self.heads, self.head_width)
 
     log_rate, step_bias = self._rates_and_steps()
@@ -110,7 +111,8 @@ class Mamba2(DecayingHeads):
     normed = RMSNorm()(y * gate, self.groups)
     normed = normed.astype(x.dtype)
     (out,) = project(normed, ('mlp', 'embed'), out=width)
-    return out, ConvolvedCarry(tail, state)
+    next_carry = ConvolvedCarry(tail, state)
+    return out, next_carry
 
   def _read(
     self,
@@ -139,28 +141,30 @@ class Mamba2(DecayingHeads):
     if self.groups == 1:
       return read(x, log_decay, b, c, carry, first)
 
-    def by_group(x, axis):
-      before = x.shape[:axis]
-      after = x.shape[axis + 1 :]
-      return x.reshape(*before, self.groups, -1, *after)
+    def by_group(array, axis):
+      leading = array.shape[:axis]
+      trailing = array.shape[axis + 1 :]
+      return array.reshape(*leading, self.groups, -1, *trailing)
 
-    of_first = None
+    first_by_group = None
     if first is not None:
-      of_first = by_group(first, 0)
+      first_by_group = by_group(first, 0)
     read_groups = jax.vmap(
       read,
       in_axes=(2, 2, 2, 2, 1, 0),
       out_axes=(2, 1),
     )
-    y, after = read_groups(
+    y, state = read_groups(
       by_group(x, 2),
       by_group(log_decay, 2),
       by_group(b, 2),
       by_group(c, 2),
       by_group(carry, 1),
-      of_first,
+      first_by_group,
     )
-    return y.reshape(x.shape), after.reshape(carry.shape)
+    y = y.reshape(x.shape)
+    state = state.reshape(carry.shape)
+    return y, state
 
 
 @jax.named_scope('scan')
@@ -203,9 +207,48 @@ def ssd(
   log_decay = cut(log_decay, size)
   total, lost = _sums(log_decay, starts[..., None])  # [N, B, Q, H]
   document = jnp.cumsum(starts, axis=2)  # [N, B, Q]
+  reads, remains = _shares(total, lost, document)
+  # All heads share B and C, so one product serves all.
+  rows = x.shape[:3]
+  kept = remains[..., None] * x
+  kept = kept.astype(narrow).reshape(*rows, -1)
+  written = dot('nbqp,nbqf->nbpf', b, kept)
+  states_shape = written.shape
+  by_head = written.reshape(*states_shape[:3], heads, -1)
+  decay = _over_states(reads)
+  slices = Piece(decay, by_head)
+  if first is not None:  # a share is kept by the documents that start in the slice
+    started = document > 0
+    first_share = jnp.where(started[..., None], jnp.exp(total), 0)
+    first = jnp.swapaxes(first, 0, 1)
+    to_end = _over_states(first_share)
+    state = slices.state + to_end * first[None, None]
+    slices = slices._replace(state=state)
+  carried = jnp.swapaxes(carry, 1, 2)
+  before, after = _between_slices(slices, carried.astype(dtype))
+  before = before.astype(narrow).reshape(*states_shape)
+  from_before = dot('nbqp,nbpf->nbqf', c, before)
+  from_before = from_before.reshape(x.shape)
 
-  # The share of the state before the slice that each token reads, and of each token that remains
-  # in the state after the slice.
+  within = _within_slices(x, b, c, total, lost, document)
+  y = reads[..., None] * from_before + within
+  if first is not None:
+    from_first = dot('nbqp,phk->nbqhk', c, first.astype(narrow))
+    y += first_share[..., None] * from_first
+  y = join(y, time)
+  state = jnp.swapaxes(after, 1, 2)
+  return y, state
+
+
+def _over_states(shares: Array) -> Array:
+  """The shares [N, B, Q, H] at the last tokens of slices, beside states: [N, B, 1, H, 1]."""
+  return shares[:, :, -1, None, :, None]
+
+
+def _shares(total: Array, lost: Array, document: Array) -> tuple[Array, Array]:
+  """(The share of the state before the slice that each token reads,
+  the share of each token that remains in the state after the slice), both [N, B, Q, H].
+  """
   in_first = document == 0
   reads = jnp.where(in_first[..., None], jnp.exp(total), 0)
   last_document = document[..., -1:]
@@ -214,28 +257,23 @@ def ssd(
   to_lost = lost[:, :, -1:] - lost
   to_last = jnp.where(in_last, to_total + to_lost, 0)
   remains = jnp.where(in_last, jnp.exp(to_last), 0)
-  # All heads share B and C, so one product serves all.
-  rows = x.shape[:3]
-  kept = remains[..., None] * x
-  kept = kept.astype(narrow).reshape(*rows, -1)
-  written = dot('nbqp,nbqf->nbpf', b, kept)
-  by_head = written.reshape(*written.shape[:3], heads, -1)
-  decay = reads[:, :, -1, None, :, None]
-  slices = Piece(decay, by_head)
-  if first is not None:  # a share is kept by the documents that start in the slice
-    started = document > 0
-    first_share = jnp.where(started[..., None], jnp.exp(total), 0)
-    first = jnp.swapaxes(first, 0, 1)
-    to_end = first_share[:, :, -1, None, :, None]
-    state = slices.state + to_end * first[None, None]
-    slices = slices._replace(state=state)
-  carried = jnp.swapaxes(carry, 1, 2)
-  before, after = _between_slices(slices, carried.astype(dtype))
-  before = before.astype(narrow).reshape(*written.shape)
-  from_before = dot('nbqp,nbpf->nbqf', c, before)
-  from_before = from_before.reshape(x.shape)
+  return reads, remains
 
-  # Inside a slice: y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document.
+
+def _within_slices(
+  x: Array,
+  b: Array,
+  c: Array,
+  total: Array,
+  lost: Array,
+  document: Array,
+) -> Array:
+  """y_i = Σ_j (C_i · B_j) exp(total_i - total_j) x_j over the j <= i of a document in a slice.
+
+  x and the result are [N, B, Q, H, K].
+  """
+  dot = functools.partial(jnp.einsum, preferred_element_type=total.dtype)
+  size = x.shape[2]
   order = jnp.tri(size, dtype=bool)
   same_document = document[..., :, None] == document[..., None, :]
   sees = order[None, None] & same_document
@@ -244,15 +282,10 @@ def ssd(
   log_decay = _differences(total) + _differences(lost)
   log_passed = jnp.where(sees[:, :, None], log_decay, 0)
   weights = scores[:, :, None] * jnp.exp(log_passed)
-  weights = weights.astype(narrow)
+  weights = weights.astype(x.dtype)
   by_head = jnp.swapaxes(x, 2, 3)
   within = dot('nbhij,nbhjk->nbhik', weights, by_head)
-  within = jnp.swapaxes(within, 2, 3)
-  y = reads[..., None] * from_before + within
-  if first is not None:
-    from_first = dot('nbqp,phk->nbqhk', c, first.astype(narrow))
-    y += first_share[..., None] * from_first
-  return join(y, time), jnp.swapaxes(after, 1, 2)
+  return jnp.swapaxes(within, 2, 3)
 
 
 def _differences(x: Array) -> Array:
@@ -274,13 +307,16 @@ def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
     r1, x1, lost1 = first
     r2, x2, lost2 = second
     total = x1 + x2
-    a, b, s = lax.stop_gradient((x1, x2, total))
+    exact = (x1, x2, total)
+    a, b, s = lax.stop_gradient(exact)
     from_b = s - a
-    rounded_off = (a - (s - from_b)) + (b - from_b)
+    from_a = s - from_b
+    rounded_off = (a - from_a) + (b - from_b)
     lost = lost1 + lost2 + rounded_off
     total = jnp.where(r2, x2, total)
     lost = jnp.where(r2, lost2, lost)
-    return r1 | r2, total, lost
+    reset = r1 | r2
+    return reset, total, lost
 
   nothing_lost = jnp.zeros_like(x)
   elements = (starts, x, nothing_lost)
@@ -293,7 +329,8 @@ def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
 
   def scan(state):
     def step(before, piece):
-      return piece.decay * before + piece.state, before
+      after = piece.decay * before + piece.state
+      return after, before
 
     return lax.scan(step, state, slices)
 

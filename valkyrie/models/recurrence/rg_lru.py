@@ -27,6 +27,7 @@ from valkyrie.types import Array, DType
 
 _C = 8.0
 SPREADS = ('decay', 'log')
+_GATES = ('recurrence', 'input')
 
 
 @gin.configurable
@@ -89,52 +90,58 @@ class RGLRU(Module):
       )
     starts = positions == 0
     reset = starts.T
-    length = jnp.sum(segment_ids > 0, axis=1)
+    is_token = segment_ids > 0
+    length = jnp.sum(is_token, axis=1)
     x_over_time = jnp.swapaxes(x, 0, 1)
     recurrence_gate, input_gate = self._gates(x_over_time)
     rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
     token_rate = jax.nn.softplus(rate)[None, None]
     log_decay = -_C * token_rate * recurrence_gate
     wide_x = x_over_time.astype(wide(x.dtype))
-    inputs = gain(log_decay, reset) * input_gate * wide_x
+    input_gain = gain(log_decay, reset)
+    inputs = input_gain * input_gate * wide_x
     growth = jnp.expm1(log_decay)
     first = self.first_state(carry)
     inputs = scan.begun(growth, inputs, first, reset)
-    states, after = sharded_scan.scan_chunk(
+    states, next_carry = sharded_scan.scan_chunk(
       growth, inputs, carry, reset, length, form=self.scan_form
     )
     out = jnp.swapaxes(states, 0, 1)
-    return out.astype(x.dtype), after
+    out = out.astype(x.dtype)
+    return out, next_carry
 
   def _gates(self, x: Array) -> list[Array]:
     """r and i of x [T, B, F], both [T, B, F] in float32 or wider."""
     block = self.width // self.heads
     dtype = wide(x.dtype)
-    init = hk.initializers.RandomNormal(block**-0.5)
-    gates = ('recurrence', 'input')
-
-    def matrix(gate):
-      shape = (self.heads, block, block)
-      axes = ('heads', None, None)
-      return parameter(f'{gate}_gate', shape, init, axes=axes, cast=x.dtype)
-
-    def bias(gate):
-      return parameter(f'{gate}_bias', (self.width,), jnp.zeros, axes=('state',))
-
-    matrices = [matrix(gate) for gate in gates]
-    biases = [bias(gate) for gate in gates]
+    matrices = []
+    for gate in _GATES:
+      matrix = self._gate_matrix(gate, x.dtype)
+      matrices.append(matrix)
+    biases = []
+    for gate in _GATES:
+      bias = parameter(f'{gate}_bias', (self.width,), jnp.zeros, axes=('state',))
+      biases.append(bias)
     rounded = jnp.concatenate(matrices, axis=2).astype(x.dtype)
     weights = rounded.astype(dtype)
     x_blocks = x.reshape(-1, self.heads, block)
     wide_blocks = x_blocks.astype(dtype)
     products = jnp.einsum('nhi,hij->nhj', wide_blocks, weights)
     driven = jnp.split(products, 2, axis=-1)
-
-    def activated(product, bias):
+    activated = []
+    for product, bias in zip(driven, biases, strict=True):
       logits = product.reshape(x.shape) + bias[None, None]
-      return jax.nn.sigmoid(logits)
+      gate = jax.nn.sigmoid(logits)
+      activated.append(gate)
+    return activated
 
-    return [activated(product, bias) for product, bias in zip(driven, biases, strict=True)]
+  def _gate_matrix(self, gate: str, cast: DType) -> Array:
+    """The blocks of W_a or W_x, [heads, F / heads, F / heads]."""
+    block = self.width // self.heads
+    init = hk.initializers.RandomNormal(block**-0.5)
+    shape = (self.heads, block, block)
+    axes = ('heads', None, None)
+    return parameter(f'{gate}_gate', shape, init, axes=axes, cast=cast)
 
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
@@ -142,7 +149,8 @@ class RGLRU(Module):
     fastest = 1 / self.shortest
     slowest = 1 / self.horizon
     if self.spread == 'log':
-      rate = slowest * (fastest / slowest) ** uniform
+      ratio = fastest / slowest
+      rate = slowest * ratio**uniform
     else:
       # a^c = exp(-2 rate) is uniform: by its distance to 1, which keeps the digits of slow ones.
       low = -math.expm1(-2 * slowest)

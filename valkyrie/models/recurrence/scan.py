@@ -86,14 +86,17 @@ def _sequential(growth: Number, reset: Array, inputs: Number, *, reverse: bool) 
     state, lost = _unless(now['reset'], carry)
     # Kahan: what the addition below loses is added to the next change.
     growth = now.get('growth', constant)
-    change = growth * state + now['input'] + lost
+    decayed = growth * state
+    change = decayed + now['input'] + lost
     after = state + change
     added = after - state
     lost = change - added
-    return (after, lost), after
+    carry = (after, lost)
+    return carry, after
 
   zero = jax.tree.map(lambda part: jnp.zeros_like(part[0]), inputs)
-  _, states = lax.scan(step, (zero, zero), over_time, reverse=reverse)
+  initial = (zero, zero)
+  _, states = lax.scan(step, initial, over_time, reverse=reverse)
   return states
 
 
@@ -147,7 +150,8 @@ def _steps_of_blocks(tree: Any, time: int) -> list[Any]:
     return [lax.slice_in_dim(padded, s, None, _BLOCK) for s in range(_BLOCK)]
 
   leaves, structure = jax.tree.flatten(tree)
-  by_step = zip(*map(cut, leaves), strict=True)
+  cut_leaves = [cut(leaf) for leaf in leaves]
+  by_step = zip(*cut_leaves, strict=True)
   return [structure.unflatten(step) for step in by_step]
 
 
@@ -189,7 +193,8 @@ def _recurrence_forward(form, reverse, growth, reset, inputs):
   if _length(growth) == 1:
     # A layer that saves them needs its inputs no more, which a growth that changes would.
     states = jax.tree.map(lambda part: checkpoint_name(part, 'states'), states)
-  return states, (growth, reset, states)
+  residuals = (growth, reset, states)
+  return states, residuals
 
 
 def _recurrence_backward(form, reverse, residuals, cotangent):
@@ -231,12 +236,22 @@ def _recurrence_backward(form, reverse, residuals, cotangent):
     if g.shape[0] > 1:
       zero = jnp.zeros_like(part[first])  # the first input holds x_0
       part = join(zero, part)
-    sizes = zip(g.shape, part.shape, strict=True)
-    summed = [axis for axis, (to, size) in enumerate(sizes) if to == 1 != size]
+    summed = _broadcast_axes(g.shape, part.shape)
     return jnp.sum(part, axis=summed, keepdims=True)
 
   d_growth = jax.tree.map(growth_cotangent, growth, products)
-  return d_growth, None, adjoint
+  d_reset = None
+  return d_growth, d_reset, adjoint
+
+
+def _broadcast_axes(shape: tuple[int, ...], wide_shape: tuple[int, ...]) -> list[int]:
+  """The axes along which an array of a shape is repeated to fill the wide one."""
+  axes = []
+  for axis, size in enumerate(shape):
+    is_repeated = size == 1 and wide_shape[axis] != 1
+    if is_repeated:
+      axes.append(axis)
+  return axes
 
 
 _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
@@ -293,8 +308,8 @@ def state_after(states: Number, initial: Number, length: Array) -> Number:
   """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
 
   def pick(part, first):
-    index = jnp.maximum(length - 1, 0)
-    last = jnp.take_along_axis(part, index[None, :, None], axis=0)
+    last_place = jnp.maximum(length - 1, 0)
+    last = jnp.take_along_axis(part, last_place[None, :, None], axis=0)
     is_read = length[:, None] > 0
     return jnp.where(is_read, last[0], first)
 

@@ -80,32 +80,41 @@ def scan(
     block: steps of a block, a power of two; fewer if the steps of a chunk are no multiple.
   """
   form = _Form(adjoint=False, reverse=False, interpret=interpret, block=block)
-  given = _Problem(_planes(growth), reset.astype(jnp.int32), _planes(inputs), _planes(initial))
-  return _complex(_states(form, given))
+  problem = _Problem(
+    growth=_planes(growth),
+    reset=reset.astype(jnp.int32),
+    inputs=_planes(inputs),
+    initial=_planes(initial),
+  )
+  states = _states(form, problem)
+  return _complex(states)
 
 
 def _planes(z: Complex) -> Array:
   """[..., P] -> [..., 2, P]. XLA sees through it if the parts are halves of one array."""
   pairs = jnp.concatenate(z, axis=-1)
-  return pairs.reshape(*pairs.shape[:-1], 2, -1)
+  leading = pairs.shape[:-1]
+  return pairs.reshape(*leading, 2, -1)
 
 
 def _complex(planes: Array) -> Complex:
-  pairs = planes.reshape(*planes.shape[:-2], -1)
+  leading = planes.shape[:-2]
+  pairs = planes.reshape(*leading, -1)
   real, imaginary = jnp.split(pairs, 2, axis=-1)
   return Complex(real, imaginary)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _states(form, given):
-  states, _ = _forward(form, given)
+def _states(form, problem):
+  states, _ = _forward(form, problem)
   return states
 
 
-def _forward(form, given):
-  entering = _entering(form, given)
-  (states,) = _write(form, given, entering)
-  return states, (given.growth, given.reset, entering, states)
+def _forward(form, problem):
+  entering = _entering(form, problem)
+  (states,) = _write(form, problem, entering)
+  residuals = (problem.growth, problem.reset, entering, states)
+  return states, residuals
 
 
 def _backward(form, residuals, cotangent):
@@ -116,15 +125,19 @@ def _backward(form, residuals, cotangent):
   """
   growth, reset, *before = residuals
   form = form._replace(adjoint=True, reverse=True)
-  given = _Problem(growth, reset, cotangent, jnp.zeros_like(cotangent[0]))
-  entering = _entering(form, given)
-  adjoint, d_growth = _write(form, given, entering, *before)
+  nothing = jnp.zeros_like(cotangent[0])
+  problem = _Problem(growth, reset, cotangent, nothing)
+  entering = _entering(form, problem)
+  adjoint, d_growth = _write(form, problem, entering, *before)
   if not _varies(growth):
     d_growth = jnp.sum(d_growth, axis=(0, 1), keepdims=True)
   first = _complex(adjoint[0])
-  decayed = first + _complex(growth[0]).conj() * first
-  d_initial = _planes(_unless(reset[0, :, None], decayed))
-  return (_Problem(d_growth, None, adjoint, d_initial),)
+  first_growth = _complex(growth[0])
+  decayed = first + first_growth.conj() * first
+  starts = reset[0, :, None]
+  d_initial = _planes(_unless(starts, decayed))
+  d_problem = _Problem(d_growth, None, adjoint, d_initial)
+  return (d_problem,)
 
 
 _states.defvjp(_forward, _backward)
@@ -147,22 +160,31 @@ def _steps_of_block(form: _Form, time: int) -> int:
   return block
 
 
-def _entering(form: _Form, given: _Problem) -> Array:
+def _entering(form: _Form, problem: _Problem) -> Array:
   """What enters each block of N: [N, B, 2, P]."""
-  time = len(given.inputs)
+  time = len(problem.inputs)
   block = _steps_of_block(form, time)
+  initial = problem.initial[None]
   if block == time:
-    return given.initial[None]
-  ends, *growth = _ends(form, given)
-  if not growth:
-    growth = [_repeated(form, given.growth, block)]
-  reset = given.reset.reshape(-1, block, *given.reset.shape[1:])
-  blocks = _Problem(growth[0], jnp.max(reset, axis=1), ends, given.initial)
+    return initial
+  ends, *growths = _ends(form, problem)
+  if growths:
+    (growth,) = growths
+  else:
+    growth = _repeated(form, problem.growth, block)
+  reset = problem.reset
+  rest = reset.shape[1:]
+  reset_blocks = reset.reshape(-1, block, *rest)
+  is_reset = jnp.max(reset_blocks, axis=1)
+  blocks = _Problem(growth, is_reset, ends, problem.initial)
   form = form._replace(adjoint=False)
-  (after,) = _write(form, blocks, _entering(form, blocks))
+  entering_blocks = _entering(form, blocks)
+  (after,) = _write(form, blocks, entering_blocks)
   if form.reverse:
-    return jnp.concatenate([after[1:], given.initial[None]])
-  return jnp.concatenate([given.initial[None], after[:-1]])
+    later = after[1:]
+    return jnp.concatenate([later, initial])
+  earlier = after[:-1]
+  return jnp.concatenate([initial, earlier])
 
 
 def _repeated(form: _Form, growth: Array, count: int) -> Array:
@@ -175,26 +197,32 @@ def _repeated(form: _Form, growth: Array, count: int) -> Array:
   return _planes(g)
 
 
-def _ends(form: _Form, given: _Problem) -> list[Array]:
+def _ends(form: _Form, problem: _Problem) -> list[Array]:
   """The states after blocks that begin with zero, and growths if these differ: [N, B, 2, P]."""
-  results = ['block'] * (1 + _varies(given.growth))
+  results = ['block']
+  if _varies(problem.growth):
+    results.append('block')
   kernel = functools.partial(_ends_kernel, form)
-  operands = [given.growth, given.reset, given.inputs]
-  return _call(kernel, form, operands, ['growth', 'reset', 'step'], results)
+  operands = [problem.growth, problem.reset, problem.inputs]
+  kinds = ['growth', 'reset', 'step']
+  return _call(kernel, form, operands, kinds, results)
 
 
-def _write(form: _Form, given: _Problem, entering: Array, *before: Array) -> list[Array]:
+def _write(form: _Form, problem: _Problem, entering: Array, *before: Array) -> list[Array]:
   """The states [T, B, 2, P] of blocks that begin with `entering`, or their adjoints.
 
   With `before`, what entered the blocks of the states, and the states, also the cotangent of the
   growth: of each step, or, if it is the same at every step, the sums of blocks [N, B, 2, P].
   """
-  operands = [given.growth, given.reset, given.inputs, entering, *before]
-  kinds = ['growth', 'reset', 'step', 'block', 'block', 'step'][: len(operands)]
+  operands = [problem.growth, problem.reset, problem.inputs, entering]
+  kinds = ['growth', 'reset', 'step', 'block']
   results = ['step']
   kernel = functools.partial(_states_kernel, form)
   if before:
-    results.append('step' if _varies(given.growth) else 'block')
+    operands += before
+    kinds += ['block', 'step']
+    kind_of_growth = 'step' if _varies(problem.growth) else 'block'
+    results.append(kind_of_growth)
     kernel = functools.partial(_gradient_kernel, form)
   return _call(kernel, form, operands, kinds, results)
 
@@ -210,8 +238,10 @@ def _call(
   pallas = importlib.import_module('jax.experimental.pallas')
   triton = importlib.import_module('jax.experimental.pallas.triton')
   inputs = operands[2]
-  time, rows, _, states = inputs.shape
+  time, *rest = inputs.shape
+  rows, _, states = rest
   block = _steps_of_block(form, time)
+  blocks = time // block
   lanes = math.gcd(states, _LANES)
   step = pallas.BlockSpec((block, None, 2, lanes), lambda t, b, p: (t, b, 0, p))
   specs = {
@@ -222,59 +252,69 @@ def _call(
   }
   if not _varies(operands[0]):
     specs['growth'] = pallas.BlockSpec((1, None, 2, lanes), lambda t, b, p: (0, 0, 0, p))
-  sizes = {'step': time, 'block': time // block}
-  return pallas.pallas_call(
+  sizes = {'step': time, 'block': blocks}
+  out_shapes = []
+  for kind in results:
+    shape = (sizes[kind], *rest)
+    out_shapes.append(jax.ShapeDtypeStruct(shape, inputs.dtype))
+  warps = max(1, lanes // 32)
+  name = kernel.func.__name__
+  compiled = pallas.pallas_call(
     kernel,
-    grid=(time // block, rows, states // lanes),
+    grid=(blocks, rows, states // lanes),
     in_specs=[specs[kind] for kind in kinds],
     out_specs=[specs[kind] for kind in results],
-    out_shape=[
-      jax.ShapeDtypeStruct((sizes[kind], *inputs.shape[1:]), inputs.dtype) for kind in results
-    ],
-    compiler_params=triton.CompilerParams(num_warps=max(1, lanes // 32)),
+    out_shape=out_shapes,
+    compiler_params=triton.CompilerParams(num_warps=warps),
     interpret=form.interpret,
-    name=kernel.func.__name__.strip('_'),
-  )(*operands)
+    name=name.strip('_'),
+  )
+  return compiled(*operands)
 
 
 def _ends_kernel(form, growth, reset, inputs, ends, *growth_of_block):
   zero = _zero(inputs)
 
-  def visit(step, now, over):
-    return over + (now.growth + now.growth * over)
+  def visit(_, step, total_growth):
+    further = step.growth + step.growth * total_growth
+    return total_growth + further
 
-  end, over = _walk(form, growth, reset, inputs, zero, visit)
+  end, total_growth = _walk(form, growth, reset, inputs, zero, visit)
   _store(ends, end)
   for ref in growth_of_block:  # else what is not used is not computed
-    _store(ref, over)
+    _store(ref, total_growth)
 
 
 def _states_kernel(form, growth, reset, inputs, entering, states):
-  def visit(step, now, nothing):
-    _store(states, now.emitted, step)
+  def visit(number, step, nothing):
+    _store(states, step.emitted, number)
     return nothing
 
-  _walk(form, growth, reset, inputs, _load(entering), visit)
+  state = _load(entering)
+  _walk(form, growth, reset, inputs, state, visit)
 
 
 def _gradient_kernel(form, growth, reset, inputs, entering, entered, states, adjoint, d_growth):
   varies = len(d_growth.shape) == 3
   before_block = _load(entered)
 
-  def read(step):
+  def read(number):
     """The state before a step."""
-    before = _load(states, jnp.maximum(step - 1, 0))
-    return jax.tree.map(functools.partial(jnp.where, step == 0), before_block, before)
+    last = jnp.maximum(number - 1, 0)
+    before = _load(states, last)
+    select = functools.partial(jnp.where, number == 0)
+    return jax.tree.map(select, before_block, before)
 
-  def visit(step, now, total):
-    _store(adjoint, now.emitted, step)
-    product = _unless(now.reset, now.read.conj() * now.emitted)
+  def visit(number, step, total):
+    _store(adjoint, step.emitted, number)
+    product = _unless(step.reset, step.read.conj() * step.emitted)
     if varies:
-      _store(d_growth, product, step)
+      _store(d_growth, product, number)
       return total
     return total + product
 
-  _, total = _walk(form, growth, reset, inputs, _load(entering), visit, read)
+  state = _load(entering)
+  _, total = _walk(form, growth, reset, inputs, state, visit, read)
   if not varies:
     _store(d_growth, total)
 
@@ -292,39 +332,44 @@ def _walk(form, growth, reset, inputs, state, visit, read=lambda step: None):
 
   `visit` takes the number of a step, its `_Step` and what was gathered, at first zero.
   """
-  steps = inputs.shape[0]
-  group = math.gcd(steps, _GROUP)
-  groups = steps // group
+  count = inputs.shape[0]
+  group = math.gcd(count, _GROUP)
+  groups = count // group
   varies = growth.shape[0] > 1
 
-  def now(step):
-    g = _load(growth, step if varies else 0)
+  def load(number):
+    g = _load(growth, number if varies else 0)
     if form.adjoint:
       g = g.conj()
-    return _Step(g, reset[step], _load(inputs, step), read(step))
+    return _Step(g, reset[number], _load(inputs, number), read(number))
 
-  def in_group(number, carried):
+  def in_group(index, carried):
     state, gathered = carried
     if form.reverse:
-      number = groups - 1 - number
-    numbers = [group * number + n for n in range(group)]
+      index = groups - 1 - index
+    numbers = [group * index + n for n in range(group)]
     if form.reverse:
       numbers.reverse()
-    for step, of_step in zip(numbers, list(map(now, numbers)), strict=True):
-      emitted, state = _step(form, of_step, state)
-      gathered = visit(step, of_step._replace(emitted=emitted), gathered)
+    steps = [load(number) for number in numbers]
+    for number, step in zip(numbers, steps, strict=True):
+      emitted, state = _step(form, step, state)
+      emitting = step._replace(emitted=emitted)
+      gathered = visit(number, emitting, gathered)
     return state, gathered
 
-  return lax.fori_loop(0, groups, in_group, (state, _zero(inputs)))
+  initial = (state, _zero(inputs))
+  return lax.fori_loop(0, groups, in_group, initial)
 
 
-def _step(form: _Form, now: _Step, state: Complex) -> tuple[Complex, Complex]:
+def _step(form: _Form, step: _Step, state: Complex) -> tuple[Complex, Complex]:
   """(what a step emits, the state that it hands on)."""
   if form.adjoint:
-    added = now.inputs + state
-    return added, _unless(now.reset, added + now.growth * added)
-  kept = _unless(now.reset, state)
-  after = kept + (now.inputs + now.growth * kept)
+    added = step.inputs + state
+    decayed = added + step.growth * added
+    return added, _unless(step.reset, decayed)
+  kept = _unless(step.reset, state)
+  change = step.inputs + step.growth * kept
+  after = kept + change
   return after, after
 
 
@@ -334,7 +379,9 @@ def _zero(planes: Any) -> Complex:
 
 
 def _load(planes: Any, *step: Any) -> Complex:
-  return Complex(planes[*step, 0], planes[*step, 1])
+  real = planes[*step, 0]
+  imaginary = planes[*step, 1]
+  return Complex(real, imaginary)
 
 
 def _store(planes: Any, z: Complex, *step: Any) -> None:

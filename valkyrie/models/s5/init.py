@@ -24,15 +24,18 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
   """
   n = np.arange(size, dtype=np.float64)
   root = np.sqrt(2 * n + 1)
-  below = np.tril(np.outer(root, root), -1)
+  outer = np.outer(root, root)
+  below = np.tril(outer, -1)
   diagonal = np.diag(n + 1)
   a = -(below + diagonal)
   p = np.sqrt(n + 0.5)
   normal = a + np.outer(p, p)
   # normal = -I/2 + a skew-symmetric matrix, and -i times a skew matrix is Hermitian: `eigh` is
   # exact, a general eigenvalue routine is not.
-  real = np.mean(np.diagonal(normal))
-  skew = normal - real * np.eye(size)
+  normal_diagonal = np.diagonal(normal)
+  real = np.mean(normal_diagonal)
+  identity = np.eye(size)
+  skew = normal - real * identity
   hermitian = -1j * skew
   imaginary, vectors = np.linalg.eigh(hermitian)
   eigenvalues = real + 1j * imaginary
@@ -55,19 +58,22 @@ def block_diagonal(
   # The eigenvalues ascend by their imaginary parts: the positive ones are last.
   kept = eigenvalues[-size:]
   basis = vectors[:, -size:]
-  return np.tile(kept, blocks), basis
+  all_kept = np.tile(kept, blocks)
+  return all_kept, basis
 
 
 def _lecun_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
   """Truncated normal numbers of variance 1 / fan_in, cut at two standard deviations."""
-  deviation = fan_in**-0.5 / _TRUNCATED_DEVIATION
+  wanted = fan_in**-0.5
+  deviation = wanted / _TRUNCATED_DEVIATION
   normal = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
   return deviation * normal
 
 
 def input_matrix(key: Array, basis: np.ndarray, blocks: int, width: int) -> Complex:
   """B̃ = Vᴴ B [P, D] with B real, LeCun-normal with fan-in N (S5 appendix B.1.2)."""
-  states = blocks * basis.shape[0]
+  block_states = basis.shape[0]
+  states = blocks * block_states
   real = _lecun_normal(key, (states, width), states)
   real_blocks = real.reshape(blocks, -1, width)
   complex_blocks = real_blocks.astype(jnp.complex64)
@@ -93,7 +99,8 @@ def output_matrix(
   stored = blocks * block_stored
   if method == 'complex_normal':
     shape = (2, width, stored)
-    real, imaginary = jax.random.normal(key, shape, jnp.float32) * 0.5**0.5
+    normal = jax.random.normal(key, shape, jnp.float32)
+    real, imaginary = normal * 0.5**0.5
     return Complex(real, imaginary)
   fan_ins = {'trunc_standard_normal': states, 'lecun_normal': width * states}
   shape = (2, width, states)

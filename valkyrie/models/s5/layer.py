@@ -64,7 +64,11 @@ def activate(
   if activation == 'gelu':
     return active
   logits, *projected = products(active, weights)
-  values = {'half_glu1': [active], 'half_glu2': [y], 'full_glu': projected}
+  values = {
+    'half_glu1': [active],
+    'half_glu2': [y],
+    'full_glu': projected,
+  }
   (value,) = values[activation]
   gate = jax.nn.sigmoid(logits)
   return drop(value * gate)
@@ -175,7 +179,8 @@ class S5(Module):
       initial = self._zero_state(x.shape[0], x.dtype)
       ends = _document_ends(positions, segment_ids)
     starts = positions == 0
-    length = jnp.sum(segment_ids > 0, axis=1)
+    is_token = segment_ids > 0
+    length = jnp.sum(is_token, axis=1)
     y, after = state_space.read_chunk(
       system,
       discrete,
@@ -201,9 +206,10 @@ class S5(Module):
     return y, after
 
   def _form(self, time: int) -> scan.Form:
-    if kernel_choice.is_used(self, time):
-      return functools.partial(scan_kernel.scan, interpret=self.kernels == 'interpret')
-    return self.scan_form
+    if not kernel_choice.is_used(self, time):
+      return self.scan_form
+    interpret = self.kernels == 'interpret'
+    return functools.partial(scan_kernel.scan, interpret=interpret)
 
   def _log_factor(self, x: Array) -> Array:
     """What each token of x [B, T, D] adds to log Δ, before the softplus: float32 [T, B, P]."""
@@ -215,13 +221,46 @@ class S5(Module):
     eigenvalues, basis = init.block_diagonal(
       self.state_size, self.hippo_blocks, conj_sym=self.conj_sym
     )
-
     rates = -np.real(eigenvalues)
+
+    def log_step_init(*_):
+      key = hk.next_rng_key()
+      return init.log_steps(key, rates, self.shortest, self.horizon)
+
+    if self.discretization == 'normalized':
+      # Re Λ = -exp(log_rate): every state decays.
+      log_rate = self._state_parameter('log_rate', np.log(rates))
+      real_part = -jnp.exp(log_rate)
+    else:
+      real_part = self._state_parameter('lambda_re', np.real(eigenvalues))
+    imaginary_part = self._state_parameter('lambda_im', np.imag(eigenvalues))
+    b = self._input_matrix(basis, width)
+    c = self._output_matrix(basis, width)
+    normal = hk.initializers.RandomNormal()
+    d = parameter('d', (width,), normal, axes=('activation',))
+    log_step = parameter('log_step', (self.state_size,), log_step_init, axes=('state',))
+    learned_eigenvalues = Complex(real_part, imaginary_part)
+    return StateSpace(learned_eigenvalues, b, c, d, log_step)
+
+  def _state_parameter(self, name: str, value: np.ndarray) -> Array:
+    """A parameter with a number for each state, which begins with this value."""
+    constant = hk.initializers.Constant(np.asarray(value, np.float32))
+    return parameter(name, (self.state_size,), constant, axes=('state',))
+
+  def _input_matrix(self, basis: np.ndarray, width: int) -> Matrix:
+    """B̃, with its real and its imaginary part on the first axis."""
 
     def b_init(*_):
       key = hk.next_rng_key()
       b = init.input_matrix(key, basis, self.hippo_blocks, width)
       return jnp.stack(b)
+
+    shape = (2, self.state_size, width)
+    axes = (None, 'state', 'embed')
+    return matrix('b', shape, b_init, axes=axes, form=state_space.input_matrix)
+
+  def _output_matrix(self, basis: np.ndarray, width: int) -> Matrix:
+    """C̃ of one scan or of both, with its real and its imaginary part on the first axis."""
 
     def c_of_one_scan():
       key = hk.next_rng_key()
@@ -233,34 +272,10 @@ class S5(Module):
       scans = [c_of_one_scan() for _ in range(self._scans)]
       return jnp.concatenate(scans, axis=-1)
 
-    def log_step_init(*_):
-      key = hk.next_rng_key()
-      return init.log_steps(key, rates, self.shortest, self.horizon)
-
-    def state_parameter(name, value):
-      constant = hk.initializers.Constant(np.asarray(value, np.float32))
-      return parameter(name, (self.state_size,), constant, axes=('state',))
-
-    if self.discretization == 'normalized':
-      # Re Λ = -exp(log_rate): every state decays.
-      log_rate = state_parameter('log_rate', np.log(rates))
-      real_part = -jnp.exp(log_rate)
-    else:
-      real_part = state_parameter('lambda_re', np.real(eigenvalues))
-    imaginary_part = state_parameter('lambda_im', np.imag(eigenvalues))
-    b_shape = (2, self.state_size, width)
-    b_axes = (None, 'state', 'embed')
-    b_form = state_space.input_matrix
-    b = matrix('b', b_shape, b_init, axes=b_axes, form=b_form)
-    c_shape = (2, width, self.state_size * self._scans)
-    c_axes = (None, 'embed', 'state')
-    c_form = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
-    c = matrix('c', c_shape, c_init, axes=c_axes, form=c_form)
-    normal = hk.initializers.RandomNormal()
-    d = parameter('d', (width,), normal, axes=('activation',))
-    log_step = parameter('log_step', (self.state_size,), log_step_init, axes=('state',))
-    learned_eigenvalues = Complex(real_part, imaginary_part)
-    return StateSpace(learned_eigenvalues, b, c, d, log_step)
+    shape = (2, width, self.state_size * self._scans)
+    axes = (None, 'embed', 'state')
+    form = functools.partial(state_space.output_matrix, conj_sym=self.conj_sym)
+    return matrix('c', shape, c_init, axes=axes, form=form)
 
 
 def _document_ends(positions: Array, segment_ids: Array) -> Array:
