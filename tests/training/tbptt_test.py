@@ -200,7 +200,7 @@ def test_gradients_of_a_narrow_copy_add_up_in_float32():
 
   params = jnp.ones(3, jnp.bfloat16)
   chunks = jnp.asarray([256.0] + [0.5] * 63)
-  for backprop in (functools.partial(tbptt._add_recomputed, 8), tbptt._add_saved):
+  for backprop in (functools.partial(tbptt._add_recomputed, 8, 1), tbptt._add_saved):
     zeros = tbptt.zero_gradients(params)
     gradient, _, _ = backprop(read, params, jnp.zeros((1, 1)), chunks, zeros)
     assert gradient.dtype == jnp.float32
@@ -218,7 +218,7 @@ def test_gradients_of_the_keys_of_a_document_add_up_in_float32():
 
   carry = OverTime(jnp.zeros((1, 3), jnp.bfloat16))
   chunks = jnp.arange(64) == 0, jnp.asarray([0.5] * 63 + [256.0])
-  for backprop in (functools.partial(tbptt._add_recomputed, 8), tbptt._add_saved):
+  for backprop in (functools.partial(tbptt._add_recomputed, 8, 1), tbptt._add_saved):
     gradient, after, _ = backprop(read, jnp.ones(3), carry, chunks, jnp.zeros(3))
     assert after.content.dtype == jnp.bfloat16
     np.testing.assert_array_equal(gradient, 256 + 63 / 2)
@@ -241,8 +241,10 @@ def test_of_many_chunks_few_carries_are_kept():
     compiled = jax.jit(gradient).lower(*shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * size), compiled(*shapes)
 
-  recomputed, found = memory(functools.partial(tbptt._add_recomputed, tbptt.segment_length(count)))
-  all_carries, kept = memory(functools.partial(tbptt._add_recomputed, 1))
+  recomputed, found = memory(
+    functools.partial(tbptt._add_recomputed, tbptt.segment_length(count), 1)
+  )
+  all_carries, kept = memory(functools.partial(tbptt._add_recomputed, 1, 1))
   activations, expected = memory(tbptt._add_saved)
   assert recomputed < 8 + 8 + 8 < count <= all_carries < count + 8 <= activations
   for results in zip(*map(jax.tree.leaves, (found, kept, expected)), strict=True):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from valkyrie.models.model import Model
 from valkyrie.sharding.sequence_parallel import is_over_time
-from valkyrie.training import rounding
+from valkyrie.training import rewinding, rounding
 from valkyrie.training.objective import PREDICTION, Sums, Terms, read
 from valkyrie.types import Array, Batch, Carry, Params
 
@@ -85,7 +85,7 @@ def gradients(
     length = segment_length(backprop_chunks)
     if keep_carries:
       length = 1
-    add_gradient = functools.partial(_add_recomputed, length)
+    add_gradient = functools.partial(_add_recomputed, length, chunk_size)
 
   learning, constant = learned_and_frozen(params, learns)
 
@@ -186,31 +186,39 @@ def _add_saved(
 
 
 def _add_recomputed(
-  length: int, read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
+  length: int,
+  tokens: int,
+  read: Callable,
+  params: Params,
+  carry: Carry,
+  chunks: Any,
+  gradient: Params,
 ) -> tuple[Params, Carry, Sums]:
   """Does the same from n / length + length carries of n chunks, and without saved activations.
 
-  The chunks form segments of this length. The forward pass saves the carry before each segment.
-  The backward pass recomputes the carries of a segment from its first, then each chunk from its own
-  carry, and passes the carry's cotangent to the chunk before it.
+  The chunks, of so many tokens, form segments of this length. The forward pass saves the carry
+  before each segment; of what is `Rewindable`, only what the segment replaces. The backward pass
+  recomputes the carries of a segment from its first, then each chunk from its own carry, and passes
+  the carry's cotangent to the chunk before it.
   """
   # The loops are written out: the derivative of nested loops would accumulate the parameters'
   # gradient once in each loop.
   segments = _grouped(chunks, length)
 
-  def forwards(carry, chunk):
-    _, (after, sums) = read(params, carry, chunk)
-    return after, (carry, sums)
+  def forwards(before, chunk):
+    _, (after, sums) = read(params, before, chunk)
+    return after, (rewinding.kept(before, tokens), sums)
 
   def segment_forwards(first, segment):
     after, (_, sums) = _scan(forwards, first, segment)
-    return after, (first, _total(sums))
+    return after, (rewinding.kept(first, length * tokens), _total(sums))
 
   carry, (firsts, sums) = lax.scan(segment_forwards, carry, segments)
 
   def backwards(later, inputs):
-    d_after, gradient = later
-    before, chunk = inputs
+    rewindable, d_after, gradient = later
+    kept, chunk = inputs
+    before = rewinding.rewound(rewindable, kept)
     floats, rebuild = floats_of(before)
 
     def loss_and_next(params, floats):
@@ -221,18 +229,20 @@ def _add_recomputed(
 
     (loss, _), pull_back = jax.vjp(loss_and_next, params, floats)
     d_params, d_before = pull_back((jnp.ones_like(loss), d_after))
-    return (d_before, _add(gradient, d_params)), None
+    return (rewinding.rewindable(before), d_before, _add(gradient, d_params)), None
 
   def segment_backwards(later, inputs):
-    first, segment = inputs
+    rewindable, *_ = later
+    kept, segment = inputs
+    first = rewinding.rewound(rewindable, kept)
     # Only the carry of this pass over a chunk is used; XLA removes the rest.
-    _, (befores, _) = _scan(forwards, first, segment)
-    return _scan(backwards, later, (befores, segment), reverse=True)
+    _, (carries, _) = _scan(forwards, first, segment)
+    return _scan(backwards, later, (carries, segment), reverse=True)
 
   last_floats, _ = floats_of(carry)
   zero = [jnp.zeros_like(leaf) for leaf in last_floats]
-  end = (zero, gradient)
-  (_, gradient), _ = lax.scan(segment_backwards, end, (firsts, segments), reverse=True)
+  end = (rewinding.rewindable(carry), zero, gradient)
+  (_, _, gradient), _ = lax.scan(segment_backwards, end, (firsts, segments), reverse=True)
   return gradient, carry, _total(sums)
 
 

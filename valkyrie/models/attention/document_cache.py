@@ -35,10 +35,48 @@ _TABLE = 1024  # the places of a table of angles; two tables give all angles
 
 
 class DocumentCache(NamedTuple):
-  """The last tokens of a row, and the slot int32 [B] of its next token."""
+  """The last tokens of a row, and the slot int32 [B] of its next token.
+
+  In a model its arrays are stacked over layers. It is `rewinding.Rewindable`.
+  """
 
   slots: OverTime  # of a KVCache
   following: Array
+
+  def replaced_by(self, tokens: int) -> 'DocumentCache':
+    """The slots from the next one on of so many tokens, of which each device holds its share."""
+    at = self._slots_of_chunk(tokens)
+    axis = at.ndim - 1
+
+    def read(held):
+      by_slot = jnp.expand_dims(at, range(at.ndim, held.ndim))
+      found = jnp.take_along_axis(held, by_slot, axis, mode='fill', fill_value=0)
+      return _share(found, axis)
+
+    return DocumentCache(jax.tree.map(read, self.slots), self.following)
+
+  def put_back(self, replaced: 'DocumentCache') -> 'DocumentCache':
+    """The cache before the tokens for which `replaced_by` gave these slots."""
+    tokens = replaced.slots.content.segment_ids.shape[-1]
+    at = replaced._replace(slots=self.slots)._slots_of_chunk(tokens)
+
+    def write(held, share):
+      return _written(held, at, _of_chunk(share, at.ndim - 1))
+
+    slots = jax.tree.map(write, self.slots, replaced.slots)
+    return DocumentCache(slots, replaced.following)
+
+  def _slots_of_chunk(self, tokens: int) -> Array:
+    """Where this device has the slots of a whole chunk, [..., B, N]; beyond its end if not here."""
+    devices, device = _place()
+    held = self.slots.content.segment_ids.shape[-1]
+    following = _of_first_device(self.following)
+    count = min(tokens, held) * devices
+    token = jnp.expand_dims(jnp.arange(count), range(following.ndim))
+    slot = (following[..., None] + token) % (held * devices)
+    at = slot - device * held
+    is_held = (at >= 0) & (at < held)
+    return jnp.where(is_held, at, held + token)
 
 
 def empty_cache(
@@ -89,10 +127,7 @@ def attend(
     held = cache.slots.content
     held_count = held.segment_ids.shape[1]
     number = device * held_count + jnp.arange(held_count)[None]
-    following = cache.following
-    if sequence_parallel.axes():  # the carry of the first device counts
-      is_first = sequence_parallel.index() == 0
-      following = sequence_parallel.broadcast_from(following, is_first)
+    following = _of_first_device(cache.following)
     places = (number - following[:, None]) % slots
     old_keys = held.keys.astype(q.dtype)
     old_values = held.values.astype(q.dtype)
@@ -112,12 +147,30 @@ def _place() -> tuple[int, Array | int]:
   return sequence_parallel.size(), sequence_parallel.index()
 
 
-def _of_chunk(tree: T) -> T:
+def _of_first_device(following: Array) -> Array:
+  """The next slot, whose carry counts on the first device."""
+  if not sequence_parallel.axes():
+    return following
+  is_first = sequence_parallel.index() == 0
+  return sequence_parallel.broadcast_from(following, is_first)
+
+
+def _of_chunk(tree: T, axis: int = 1) -> T:
   """The arrays of all pieces of the chunk, joined along time."""
   axes = sequence_parallel.axes()
   if not axes:
     return tree
-  return jax.tree.map(lambda x: messages.all_gather(x, axes, 1), tree)
+  return jax.tree.map(lambda x: messages.all_gather(x, axes, axis), tree)
+
+
+def _share(x: Array, axis: int) -> Array:
+  """This device's piece, bit for bit, of slots of which one device has each, and the others 0."""
+  axes = sequence_parallel.axes()
+  if not axes:
+    return x
+  bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
+  pieces = messages.reduce_scatter(bits, axes, axis)
+  return lax.bitcast_convert_type(pieces, x.dtype)
 
 
 def _over_devices(out: Array, log_total: Array) -> Array:
@@ -148,15 +201,23 @@ def _advanced(
   at = jnp.where(kept, at, size + token)  # beyond the end, and different
 
   def write(old, new):
-    def of_row(old, new, at):
-      narrow = new.astype(old.dtype)
-      return old.at[at].set(narrow, mode='drop', unique_indices=True)
-
-    return jax.vmap(of_row)(old, new, at)
+    return _written(old, at, new)
 
   after = jax.tree.map(write, held, chunk)
   next_slot = (following + length[:, 0]) % slots
   return DocumentCache(OverTime(after), next_slot)
+
+
+def _written(held: Array, at: Array, new: Array) -> Array:
+  """held [..., N, *], with new [..., M, *] at different places [..., M]; beyond N, none is kept."""
+
+  def write(held, at, new):
+    narrow = new.astype(held.dtype)
+    return held.at[at].set(narrow, mode='drop', unique_indices=True)
+
+  for _ in range(at.ndim - 1):
+    write = jax.vmap(write)
+  return write(held, at, new)
 
 
 def _turned(rotary: Rotary, most: int, x: Array, places: Array) -> Array:
