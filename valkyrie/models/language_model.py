@@ -67,7 +67,7 @@ class LanguageModel(Module):
       products around them; 'mlp' attention outputs and the products of the MLP's width;
       'attention' only the former; 'weights' 8-bit ones; 'nothing' nothing; None all.
     unroll: repeats of the pattern that are compiled one after the other, inside a loop over the
-      rest. It saves a CPU the copies of stacked activations; many would compile slowly.
+      rest. It saves the copies of stacked activations; many compile slowly.
     kernel_lengths: see `layers.MixerOptions`; a run sets it after `training.kernel_check`.
   """
 
