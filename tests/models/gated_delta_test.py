@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.recurrence import gated_delta
+from valkyrie.models.recurrence import gated_delta, lower_inverse
 from valkyrie.models.recurrence.convolution import ConvolvedCarry, Tail
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.sharding import ambient, sequence_parallel
@@ -300,7 +300,7 @@ def test_the_inverse_of_the_worst_triangle():
   """Equal keys that erase all: the powers of L reach 10^18, its inverse has entries of 1."""
   lower = np.tril(np.ones((64, 64), np.float32), -1)
   inverse = np.eye(64) - np.eye(64, k=-1)
-  np.testing.assert_allclose(jax.jit(gated_delta.unit_lower_inverse)(lower), inverse, atol=1e-6)
+  np.testing.assert_allclose(jax.jit(lower_inverse.unit_lower_inverse)(lower), inverse, atol=1e-6)
 
 
 def test_steps_at_initialization():

@@ -69,11 +69,14 @@ class GatedRecurrence(Module):
     self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
+    width = x.shape[-1]
     where = {'positions': positions, 'segment_ids': segment_ids}
     inner, gate = project(x, ('embed', 'mlp'), inner=self.width, gate=self.width)
     convolved, tail = self._convolution(inner, carry.tail, **where)
-    active = ACTIVATIONS[self.activation](convolved)
+    activate = ACTIVATIONS[self.activation]
+    active = activate(convolved)
     mixed, state = self.inner(active, carry.state, **where)
     gated = mixed * jax.nn.silu(gate)
-    (out,) = project(gated, ('mlp', 'embed'), out=x.shape[-1])
-    return out, ConvolvedCarry(tail, state)
+    (out,) = project(gated, ('mlp', 'embed'), out=width)
+    next_carry = ConvolvedCarry(tail, state)
+    return out, next_carry

@@ -246,8 +246,10 @@ def _over_states(shares: Array) -> Array:
 
 
 def _shares(total: Array, lost: Array, document: Array) -> tuple[Array, Array]:
-  """(The share of the state before the slice that each token reads,
-  the share of each token that remains in the state after the slice), both [N, B, Q, H].
+  """The shares [N, B, Q, H] of states in a slice.
+
+  The first is of the state before the slice, as each token reads it; the second is of each token,
+  as it remains in the state after the slice.
   """
   in_first = document == 0
   reads = jnp.where(in_first[..., None], jnp.exp(total), 0)

@@ -229,8 +229,13 @@ def _tables(size: int, count: int, growth: Complex) -> Powers:
   powers_to_q = _powers_of(decay, size + 1)
   last = jax.tree.map(lambda part: part[-1], powers_to_q)  # Λ̄^q
   powers_of_last = _powers_of(last, count)
-  fine = powers_to_q.map(lambda part: part.high[:-1])
-  coarse = powers_of_last.map(lambda part: part.high)
+
+  def rounded(part):
+    return part.high
+
+  below_q = powers_to_q.map(rounded)
+  fine = below_q.map(lambda part: part[:-1])
+  coarse = powers_of_last.map(rounded)
   return Powers(fine, coarse)
 
 
@@ -248,15 +253,16 @@ def _tables_backward(size, count, tables, cotangent):
     products = lower.conj() * g
     return products.map(lambda part: jnp.sum(n_of_states * part, axis=0))
 
-  last = tables.fine.map(lambda part: part[-1:])
+  last_fine = tables.fine.map(lambda part: part[-1:])
   lower = jax.tree.map(lambda part: part[:-1], tables)
   above = jax.tree.map(lambda part: part[1:], cotangent)
   fine_exponents = jnp.arange(1, size)
-  coarse_exponents = size * jnp.arange(1, count)
-  fine = pull_back(lower.fine, fine_exponents, above.fine)
-  coarse_lower = lower.coarse * last
-  coarse = pull_back(coarse_lower, coarse_exponents, above.coarse)
-  d_growth = fine + coarse
+  coarse_numbers = jnp.arange(1, count)
+  coarse_exponents = size * coarse_numbers
+  d_fine = pull_back(lower.fine, fine_exponents, above.fine)
+  coarse_lower = lower.coarse * last_fine
+  d_coarse = pull_back(coarse_lower, coarse_exponents, above.coarse)
+  d_growth = d_fine + d_coarse
   return (d_growth,)
 
 

@@ -49,10 +49,16 @@ class ShortConvolution(Module):
     self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
   ) -> tuple[Array, Tail]:
     """Mixes a chunk; see `types.SequenceMixer`."""
-    widths = {'input_gate': self.width, 'output_gate': self.width, 'inner': self.width}
+    width = x.shape[-1]
+    widths = {
+      'input_gate': self.width,
+      'output_gate': self.width,
+      'inner': self.width,
+    }
     input_gate, output_gate, inner = project(x, ('embed', 'mlp'), **widths)
     gated = input_gate * inner
     where = {'positions': positions, 'segment_ids': segment_ids}
     convolved, tail = self._convolution(gated, carry, **where)
-    (out,) = project(output_gate * convolved, ('mlp', 'embed'), out=x.shape[-1])
+    read = output_gate * convolved
+    (out,) = project(read, ('mlp', 'embed'), out=width)
     return out, tail

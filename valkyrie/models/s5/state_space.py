@@ -79,7 +79,9 @@ def _zoh(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
 
 def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   z = eigenvalues.map(lambda part: part * step)
-  denominator = Complex(1 - z.re / 2, -z.im / 2)
+  half_real = z.re / 2
+  half_imaginary = z.im / 2
+  denominator = Complex(1 - half_real, -half_imaginary)
   inverse = _reciprocal(denominator)
   # Λ̄ is near -1 for large z, and its small distance from there must keep its digits.
   small = z * inverse
@@ -88,8 +90,9 @@ def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   is_small = _square(z) < 4
   real = jnp.where(is_small, small.re, large_real)
   imaginary = jnp.where(is_small, small.im, large_imaginary)
+  growth = Complex(real, imaginary)
   gain = inverse.map(lambda part: part * step)
-  return Complex(real, imaginary), gain
+  return growth, gain
 
 
 def _normalized(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
