@@ -64,14 +64,7 @@ def results(
   rows, time, _ = shape
   key = jax.random.key(0)
   carry_key, x_key, weights_key = jax.random.split(key, 3)
-  row_steps = np.arange(time, dtype=np.int32)
-  steps = np.tile(row_steps, (rows, 1))
-  second_begin = time // 3
-  padding_begin = time - time // 9
-  second = steps >= second_begin  # the tokens of the second document, and after it
-  positions = np.where(second, steps - second_begin, steps + 10**6)
-  is_token = steps < padding_begin
-  segments = np.where(is_token, 1 + second, 0).astype(np.int32)
+  positions, segments = _places(rows, time)
 
   def read(x, carry):
     mixer: Any = make()
@@ -91,6 +84,7 @@ def results(
   carry = jax.tree.map(used, empty)
   x = jax.random.normal(x_key, shape, dtype)
   weights = jax.random.normal(weights_key, shape, dtype)
+  is_token = segments > 0
   weights = jnp.where(is_token[..., None], weights, 0)
   params = mixer.init(carry_key, x, carry)
 
@@ -102,3 +96,18 @@ def results(
   gradients = pull_back(weights)
   arrays = jax.tree.leaves((outputs, gradients))
   return [array.astype(jnp.float32) for array in arrays]
+
+
+def _places(rows: int, time: int) -> tuple[np.ndarray, np.ndarray]:
+  """The positions and the segments [B, T] of rows with two documents and padding."""
+  row_steps = np.arange(time, dtype=np.int32)
+  steps = np.tile(row_steps, (rows, 1))
+  second_begin = time // 3
+  padding_begin = time - time // 9
+  is_second = steps >= second_begin  # the tokens of the second document, and after it
+  in_second = steps - second_begin
+  in_first = steps + 10**6
+  positions = np.where(is_second, in_second, in_first)
+  is_token = steps < padding_begin
+  segments = np.where(is_token, 1 + is_second, 0)
+  return positions, segments.astype(np.int32)

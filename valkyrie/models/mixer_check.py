@@ -62,41 +62,10 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   ConfigurationError that names the broken rule of `valkyrie.types.SequenceMixer`.
   """
   name = getattr(make, '__name__', repr(make))
-
-  def initial_carry() -> Carry:
-    mixer = make()
-    check_members(mixer)
-    return mixer.initial_carry(_ROWS, jnp.float32)
-
-  def read(x, carry, positions, segment_ids):
-    return make()(x, carry, positions=positions, segment_ids=segment_ids)
-
-  mixer = hk.without_apply_rng(hk.transform(read))
-  random = np.random.default_rng(0)
-
-  def moved(leaf: Any) -> np.ndarray:
-    # A parameter that is zero at first would hide what the mixer does.
-    noise = random.normal(size=leaf.shape).astype(leaf.dtype)
-    return np.asarray(leaf) + 0.1 * noise
-
-  x = random.normal(size=(_ROWS, _TIME, width)).astype(np.float32)
-  steps = np.arange(_TIME, dtype=np.int32)
-  is_second = steps >= _START  # the second of two documents
-  row_positions = np.where(is_second, steps - _START, steps)
-  row_segments = np.where(is_second, 2, 1).astype(np.int32)
-  positions = np.tile(row_positions, (_ROWS, 1))
-  segments = np.tile(row_segments, (_ROWS, 1))
-  fresh = hk.transform(initial_carry).apply({}, None)
-  initial_params = mixer.init(jax.random.key(0), x, fresh, positions, segments)
-  params = jax.tree.map(moved, initial_params)
-  run = jax.jit(mixer.apply)
-
-  def over(x, carry, begin=0, end=_TIME, segments=segments):
-    """(outputs, the carry after) of the tokens [begin, end)."""
-    part = np.s_[:, begin:end]
-    return run(params, x[part], carry, positions[part], segments[part])
-
-  whole, after = over(x, fresh)
+  trial = _Trial(make, width)
+  x = trial.x
+  fresh = trial.fresh
+  whole, after = trial.read(x, fresh)
   check_result(name, jnp.asarray(x), fresh, whole, after)
 
   def not_finite() -> str:
@@ -107,26 +76,26 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   largest = float(np.abs(whole).max())
   size = max(largest, 1e-6)
 
-  def compare(found: Any, expected: Any, rule: str) -> None:
-    difference = float(np.abs(found - expected).max())
+  def compare(outputs: Any, expected: Any, rule: str) -> None:
+    difference = float(np.abs(outputs - expected).max())
     if not difference <= tolerance * size:
       raise ConfigurationError(f'{name}: {rule}. The values differ by {difference:.3g}.')
 
   later = x.copy()
-  noise = random.normal(size=later[:, _CUT:].shape)
+  noise = trial.random.normal(size=later[:, _CUT:].shape)
   later[:, _CUT:] += noise
-  outputs, _ = over(later, fresh)
+  outputs, _ = trial.read(later, fresh)
   rule = 'an output depends on a later token. Use only tokens before it'
   compare(outputs[:, :_CUT], whole[:, :_CUT], rule)
 
   other = x.copy()
   other[1] += 1
-  outputs, _ = over(other, fresh)
+  outputs, _ = trial.read(other, fresh)
   rule = 'a row depends on another one. Keep axis 0 of x apart'
   compare(outputs[0], whole[0], rule)
 
-  first, carry = over(x, fresh, 0, _CUT)
-  second, _ = over(x, carry, _CUT)
+  first, carry = trial.read(x, fresh, 0, _CUT)
+  second, _ = trial.read(x, carry, _CUT)
   joined = np.concatenate([first, second], axis=1)
   rule = (
     f'a row cut into chunks of {_CUT} and {_TIME - _CUT} tokens gives other outputs than the whole '
@@ -134,12 +103,68 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   )
   compare(joined, whole, rule)
 
-  document, _ = over(x, fresh, _START)
+  document, _ = trial.read(x, fresh, _START)
   rule = 'a document depends on the one before it. Start anew where positions is 0'
   compare(document, whole[:, _START:], rule)
 
-  padded = np.where(steps < _CUT, segments, 0)
-  _, carry = over(x, fresh, segments=padded)
-  outputs, _ = over(x, carry, _CUT)
+  steps = np.arange(_TIME)
+  padded = np.where(steps < _CUT, trial.segments, 0)
+  _, carry = trial.read(x, fresh, segments=padded)
+  outputs, _ = trial.read(x, carry, _CUT)
   rule = 'padding changes the carry. Leave it as it was where segment_ids is 0'
   compare(outputs, second, rule)
+
+
+class _Trial:
+  """A mixer with random parameters, and random tokens of two documents in each row.
+
+  Attributes:
+    random: the generator of the numbers.
+    x, positions, segments: the tokens; the second document begins at _START.
+    fresh: the carry of rows that have read nothing.
+  """
+
+  def __init__(self, make: Callable[[], SequenceMixer], width: int):
+    self.random = np.random.default_rng(0)
+    x = self.random.normal(size=(_ROWS, _TIME, width))
+    self.x = x.astype(np.float32)
+    steps = np.arange(_TIME, dtype=np.int32)
+    is_second = steps >= _START
+    row_positions = np.where(is_second, steps - _START, steps)
+    row_segments = np.where(is_second, 2, 1).astype(np.int32)
+    self.positions = np.tile(row_positions, (_ROWS, 1))
+    self.segments = np.tile(row_segments, (_ROWS, 1))
+
+    def initial_carry() -> Carry:
+      mixer = make()
+      check_members(mixer)
+      return mixer.initial_carry(_ROWS, jnp.float32)
+
+    def read(x, carry, positions, segment_ids):
+      return make()(x, carry, positions=positions, segment_ids=segment_ids)
+
+    mixer = hk.without_apply_rng(hk.transform(read))
+    self.fresh = hk.transform(initial_carry).apply({}, None)
+    key = jax.random.key(0)
+    initial_params = mixer.init(key, self.x, self.fresh, self.positions, self.segments)
+    self._params = jax.tree.map(self._moved, initial_params)
+    self._run = jax.jit(mixer.apply)
+
+  def _moved(self, leaf: Any) -> np.ndarray:
+    # A parameter that is zero at first would hide what the mixer does.
+    noise = self.random.normal(size=leaf.shape).astype(leaf.dtype)
+    return np.asarray(leaf) + 0.1 * noise
+
+  def read(
+    self,
+    x: np.ndarray,
+    carry: Carry,
+    begin: int = 0,
+    end: int = _TIME,
+    segments: np.ndarray | None = None,
+  ) -> tuple[Array, Carry]:
+    """(The outputs, the carry after) of the tokens [begin, end)."""
+    if segments is None:
+      segments = self.segments
+    part = np.s_[:, begin:end]
+    return self._run(self._params, x[part], carry, self.positions[part], segments[part])
