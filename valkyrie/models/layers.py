@@ -90,10 +90,14 @@ class Module(hk.Module):
       return None
 
     def learned(path, part):
-      name = '.'.join(filter(None, ['first_carry', leaf_path(path)]))
-      shape = part.shape[1:]
-      axes = (FIRST_CARRY, *[None] * len(shape))[: len(shape)]
-      return parameter(name, shape, jnp.zeros, axes=axes).astype(part.dtype)
+      place = leaf_path(path)
+      name = f'first_carry.{place}' if place else 'first_carry'
+      _, *shape = part.shape
+      axes = [None] * len(shape)
+      if axes:
+        axes[0] = FIRST_CARRY
+      first = parameter(name, tuple(shape), jnp.zeros, axes=tuple(axes))
+      return first.astype(part.dtype)
 
     return jax.tree_util.tree_map_with_path(learned, state)
 
@@ -111,10 +115,11 @@ def projections(
   fan_in = x.shape[-1]
   init = init or hk.initializers.TruncatedNormal(fan_in**-0.5)
   declared = Declared(init, axes, x.dtype, in_products=True, matrix=lambda w: w)
-  return [
-    as_matrix(hk.get_parameter(name, (fan_in, width), init=declared))
-    for name, width in widths.items()
-  ]
+  matrices = []
+  for name, width in widths.items():
+    stored = hk.get_parameter(name, (fan_in, width), init=declared)
+    matrices.append(as_matrix(stored))
+  return matrices
 
 
 def project(x: Array, axes: Axes, **widths: int) -> list[Array]:
@@ -145,15 +150,20 @@ class RMSNorm(Module):
 
   def __call__(self, x: Array, groups: int = 1) -> Array:
     """x, whose D channels form groups of neighbors, each with a mean square of its own."""
-    scale = parameter('scale', (x.shape[-1],), jnp.ones, axes=('norm',))
+    *leading, width = x.shape
+    scale = parameter('scale', (width,), jnp.ones, axes=('norm',))
     parts = x.astype(wide(x.dtype))
     if groups > 1:
-      parts = parts.reshape(*x.shape[:-1], groups, -1)
+      parts = parts.reshape(*leading, groups, -1)
       scale = scale.reshape(groups, -1)
-    mean_square = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
-    scale = jnp.expand_dims(scale, range(parts.ndim - scale.ndim))
-    normed = parts * jax.lax.rsqrt(mean_square + self.epsilon) * scale
-    return normed.reshape(x.shape).astype(x.dtype)
+    squares = jnp.square(parts)
+    mean_square = jnp.mean(squares, axis=-1, keepdims=True)
+    leading_axes = range(parts.ndim - scale.ndim)
+    scale = jnp.expand_dims(scale, leading_axes)
+    inverse_root = jax.lax.rsqrt(mean_square + self.epsilon)
+    normed = parts * inverse_root * scale
+    normed = normed.reshape(x.shape)
+    return normed.astype(x.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,9 +196,11 @@ class GatedMLP(MLP):
     check_choice('GatedMLP.activation', self.activation, GATES)
 
   def __call__(self, x: Array) -> Array:
-    wide = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
-    gate, hidden = (checkpoint_name(product, 'mlp') for product in wide)
-    active = GATES[self.activation](gate)
+    gate, hidden = project(x, ('embed', 'mlp'), gate=self.width, hidden=self.width)
+    gate = checkpoint_name(gate, 'mlp')
+    hidden = checkpoint_name(hidden, 'mlp')
+    activate = GATES[self.activation]
+    active = activate(gate)
     inner = dropout(active * hidden, self.dropout)
     (out,) = project(inner, ('mlp', 'embed'), out=x.shape[-1])
     return out
@@ -215,6 +227,9 @@ class SquaredReLUMLP(MLP):
 
   def __call__(self, x: Array) -> Array:
     (hidden,) = project(x, ('embed', 'mlp'), hidden=self._inner)
-    inner = jnp.square(jax.nn.relu(checkpoint_name(hidden, 'mlp')))
-    (out,) = project(dropout(inner, self.dropout), ('mlp', 'embed'), out=x.shape[-1])
+    hidden = checkpoint_name(hidden, 'mlp')
+    positive = jax.nn.relu(hidden)
+    inner = jnp.square(positive)
+    inner = dropout(inner, self.dropout)
+    (out,) = project(inner, ('mlp', 'embed'), out=x.shape[-1])
     return out

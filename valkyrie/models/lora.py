@@ -40,16 +40,14 @@ class Lora:
   def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter: W + A B for each matrix W whose path fits the pattern."""
     whole = following(whole)
+    if not self._is_adapted(whole, context):
+      return whole
     declared = context.original_init
-    name = context.name
-    if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
-      return whole
-    if not re.search(self.pattern, context.full_name) or name.endswith((A, B)):
-      return whole
     inputs, outputs = declared.axes
     cast = declared.cast
     d_in, d_out = whole.shape
     normal = hk.initializers.RandomNormal(d_in**-0.5)
+    name = context.name
     down = parameter(name + A, (d_in, self.rank), normal, axes=(inputs, None), cast=cast)
     up = parameter(name + B, (self.rank, d_out), jnp.zeros, axes=(None, outputs), cast=cast)
     if declared.in_products:
@@ -57,6 +55,15 @@ class Lora:
     # Every use casts the sum, so a cast copy of the parts must give the same one.
     adaptation = down.astype(cast) @ up.astype(cast)
     return whole.astype(cast) + adaptation
+
+  def _is_adapted(self, whole: Array, context: hk.GetterContext) -> bool:
+    """Whether a parameter is a matrix, not half of an adapter, whose path fits the pattern."""
+    declared = context.original_init
+    is_matrix = isinstance(declared, Declared) and declared.cast is not None and whole.ndim == 2
+    is_half = context.name.endswith((A, B))
+    if not is_matrix or is_half:
+      return False
+    return re.search(self.pattern, context.full_name) is not None
 
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""

@@ -175,12 +175,14 @@ class Model(NamedTuple):
     """
 
     def axes(leaf, over_time, one, two):
-      pairs = zip(one.shape, two.shape, strict=True)
-      is_equal = [a == b for a, b in pairs]
+      sizes = zip(one.shape, two.shape, strict=True)
+      is_equal = [a == b for a, b in sizes]
       stacked = is_equal.index(False)
+      layer_axes = ('layers',) * stacked
       split = ('batch', 'time') if over_time else ('batch',)
       whole = leaf.ndim - stacked - len(split)
-      return ('layers',) * stacked + split + (None,) * whole
+      other_axes = (None,) * whole
+      return layer_axes + split + other_axes
 
     def shapes(rows):
       initial_carry = functools.partial(self.initial_carry, rows)

@@ -16,6 +16,10 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   Leading axes are merged first: the gradient of w then contracts a single axis, for which a CPU
   does not transpose the activations.
   """
-  rows = x.reshape(-1, x.shape[-1])
-  out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=out_dtype or x.dtype)
-  return out.reshape(*x.shape[:-1], w.shape[-1])
+  *leading, d_in = x.shape
+  d_out = w.shape[-1]
+  rows = x.reshape(-1, d_in)
+  matrix = w.astype(x.dtype)
+  dtype = out_dtype or x.dtype
+  out = jnp.matmul(rows, matrix, preferred_element_type=dtype)
+  return out.reshape(*leading, d_out)

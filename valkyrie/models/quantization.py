@@ -106,9 +106,12 @@ class Quantization:
 
 def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
   """x [..., D_in] @ the weights [D_in, D_out], side by side -> [..., the sum of D_out]."""
-  whole = jnp.concatenate([w.whole for w in weights], axis=1)
-  w8 = jnp.concatenate([w.w8 for w in weights], axis=1)
-  scale = jnp.concatenate([w.scale for w in weights], axis=1)
+  wholes = [w.whole for w in weights]
+  rounded = [w.w8 for w in weights]
+  scales = [w.scale for w in weights]
+  whole = jnp.concatenate(wholes, axis=1)
+  w8 = jnp.concatenate(rounded, axis=1)
+  scale = jnp.concatenate(scales, axis=1)
   *leading, d_in = x.shape
   rows = x.reshape(-1, d_in)
   y = _product(out_dtype, rows, whole, w8, scale)

@@ -66,13 +66,23 @@ class Sites:
           f'Sites.components names layer {outside[0]} for {entry.pattern!r}, but the model has the '
           f'layers 0 to {layers - 1}. Name some of these.'
         )
+    cuts = []
+    below = self._entries_of_repeat(0, period)
+    for repeat in range(1, layers // period):
+      entries = self._entries_of_repeat(repeat, period)
+      if entries != below:
+        cuts.append(repeat)
+      below = entries
+    return cuts
 
-    def entries_of(repeat):
-      of_repeat = range(repeat * period, (repeat + 1) * period)
-      return [[entry.has(layer) for entry in self.entries] for layer in of_repeat]
-
-    repeats = range(1, layers // period)
-    return [repeat for repeat in repeats if entries_of(repeat) != entries_of(repeat - 1)]
+  def _entries_of_repeat(self, repeat: int, period: int) -> list[list[bool]]:
+    """Which entries are for each layer of a repeat."""
+    first = repeat * period
+    by_layer = []
+    for layer in range(first, first + period):
+      has_layer = [entry.has(layer) for entry in self.entries]
+      by_layer.append(has_layer)
+    return by_layer
 
   def getter(
     self, layer: int, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]

@@ -30,12 +30,18 @@ def overlapping(x: Array, size: int, width: int) -> Array:
   count = steps - width + 1
   if count < width:  # the fewer slices to trace
     length = width * size
-    begins = range(0, count * size, size)
-    wide_slices = [padded[:, begin : begin + length] for begin in begins]
+    wide_slices = []
+    for number in range(count):
+      begin = number * size
+      end = begin + length
+      wide_slices.append(padded[:, begin:end])
     return jnp.stack(wide_slices)
   # The slices overlap in memory of their own, so that their reader needs no sequential loop.
   narrow_slices = cut(padded, size)
-  parts = [narrow_slices[j : j + count] for j in range(width)]
+  parts = []
+  for first in range(width):
+    last = first + count
+    parts.append(narrow_slices[first:last])
   return jnp.concatenate(parts, axis=2)
 
 

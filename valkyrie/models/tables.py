@@ -40,14 +40,16 @@ def _backward(count, index, gradient):
   by_row = by_token[order]
   inputs = by_row.astype(wide(gradient.dtype))
   previous_rows = rows[:-1]
-  differs = rows[1:] != previous_rows
+  next_rows = rows[1:]
+  differs = next_rows != previous_rows
   one = jnp.ones(1, bool)
   first = jnp.concatenate([one, differs])
   last = jnp.concatenate([differs, one])
   zero = jnp.zeros_like(inputs[0])
   # A growth of zero is a decay of one: the states are running sums, which begin again at each row.
   reset = first[:, None]
-  states = scan.diagonal_scan(zero[0], inputs, zero, reset, form='associative')
+  growth = zero[0]
+  states = scan.diagonal_scan(growth, inputs, zero, reset, form='associative')
   sums = states[:, 0].astype(gradient.dtype)
   d_table = jnp.zeros((count, width), gradient.dtype)
   target = jnp.where(last, rows, count)  # beyond the end, so that it is dropped
