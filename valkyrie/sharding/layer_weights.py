@@ -36,7 +36,8 @@ def whole(part: Array, shape: Sequence[int], cast: DType) -> Array:
 
 def split_dimension(part: Array, shape: Sequence[int]) -> int | None:
   """The one dimension along which a device holds a part of a weight; None if it holds all of it."""
-  for dimension, (held, size) in enumerate(zip(part.shape, shape, strict=True)):
+  sizes = zip(part.shape, shape, strict=True)
+  for dimension, (held, size) in enumerate(sizes):
     if held < size:
       return dimension
   return None
@@ -58,9 +59,15 @@ def _gather(part, over, dimension, own, cast, sent):
 
 
 def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
-  gradient = gradient.astype(sent or jnp.promote_types(gradient.dtype, jnp.float32))
-  of_part = messages.reduce_scatter(gradient, over, dimension)
-  return (of_part.astype(own),)
+  wide = jnp.promote_types(gradient.dtype, jnp.float32)
+  gradient = gradient.astype(sent or wide)
+  gradient_of_part = messages.reduce_scatter(gradient, over, dimension)
+  return (gradient_of_part.astype(own),)
 
 
-_gather.defvjp(lambda *given: (_gather(*given), None), _gather_backward)
+def _gather_forward(*arguments):
+  residuals = None
+  return _gather(*arguments), residuals
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -113,7 +113,11 @@ def _chosen(devices: Sequence[Any], numbers: Any) -> Sequence[Any]:
   """The devices of these numbers."""
   is_list = isinstance(numbers, tuple | list) and bool(numbers)
   known = range(len(devices))
-  if not is_list or any(type(number) is not int or number not in known for number in numbers):
+
+  def is_known(number):
+    return type(number) is int and number in known
+
+  if not is_list or not all(map(is_known, numbers)):
     raise ConfigurationError(
       f'Partitioner.devices = {numbers!r} does not name devices of this run, which are '
       f'numbered from 0 to {len(devices) - 1}. Name some, such as (0,), or None for all.'

@@ -132,9 +132,10 @@ class Partitioner:
         'weights by itself. Remove one of the two bindings.'
       )
     split = self._split_weight_axes()
-    over = {self.axes_of(name) for name in split}
-    is_one = len(over) == 1 and not self.axes_of('layers')
-    if self.gather_layers and not is_one:
+    mesh_axes = {self.axes_of(name) for name in split}
+    splits_layers = bool(self.axes_of('layers'))
+    is_uniform = len(mesh_axes) == 1 and not splits_layers
+    if self.gather_layers and not is_uniform:
       listed = ', '.join(map(repr, split)) or 'none'
       raise ConfigurationError(
         f'Partitioner.gather_layers = True needs all weights split over the same mesh axes, but '

@@ -68,7 +68,10 @@ def index() -> Array:
 def shift_right(tree: T) -> T:
   """The tree of the device to the left; device 0 gets the tree of the last device."""
   count = size()
-  ring = [(number, (number + 1) % count) for number in range(count)]  # (from, to)
+  ring = []  # (from, to)
+  for number in range(count):
+    right = (number + 1) % count
+    ring.append((number, right))
   return jax.tree.map(lambda x: lax.ppermute(x, axes(), ring), tree)
 
 
@@ -93,7 +96,8 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T
     then: the associative composition of two effects, of leaves [m, ...]: first one, then the other.
     first: the first result on device 0, which has no piece to its left.
   """
-  composed = lax.associative_scan(then, all_gather(piece))
+  pieces = all_gather(piece)
+  composed = lax.associative_scan(then, pieces)
   left = jnp.maximum(index() - 1, 0)
 
   def pick(x):
@@ -101,7 +105,8 @@ def device_prefix_scan(piece: T, then: Callable[[T, T], T], first: T) -> tuple[T
 
   of_left = jax.tree.map(pick, composed)
   before = select_first(first, of_left)
-  return before, jax.tree.map(lambda x: x[-1], composed)
+  whole = jax.tree.map(lambda x: x[-1], composed)
+  return before, whole
 
 
 def select_first(first: T, others: T) -> T:

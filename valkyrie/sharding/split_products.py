@@ -28,8 +28,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.sharding import layer_weights, messages
-from valkyrie.sharding.partitioner import current_partitioner
+from valkyrie.sharding.partitioner import Partitioner, current_partitioner
 from valkyrie.types import Array, Axes
+
+MeshAxes = tuple[str, ...]
 
 
 def split_product(
@@ -58,15 +60,7 @@ def split_product(
   if partitioner is None or partitioner.manual:
     return product(x, weights)
   over_rows = partitioner.axes_of('batch')
-  # Of each dimension of a weight: the mesh axes over which it stays split, and those over which it
-  # is gathered, since they split rows. The latter come last, so that a part that is gathered over
-  # them has features that stand together.
-  split = []
-  gathered = []
-  for axis in axes:
-    mesh_axes = partitioner.axes_of(axis or '')
-    split.append(tuple(name for name in mesh_axes if name not in over_rows))
-    gathered.append(tuple(name for name in mesh_axes if name in over_rows))
+  split, gathered = _weight_axes(partitioner, axes)
   summed = split[inputs]
   kept = split[1 - inputs]
   if not summed and not kept:
@@ -115,17 +109,34 @@ def split_product(
     parts = product(whole, whole_weights)
     return jax.tree.map(scatter, parts, results_split)
 
-  x_specs = jax.tree.map(lambda leaf: spec(leaf, rows[0], summed, kept), x)
-  result_specs = jax.tree.map(lambda leaf: spec(leaf, rows[1], kept, summed), result)
-  weight_axes = [
-    kept_axes + rows_axes for kept_axes, rows_axes in zip(split, gathered, strict=True)
-  ]
-  weight_spec = _spec(weight_axes)
+  rows_of_x, rows_of_result = rows
+  x_specs = jax.tree.map(lambda leaf: spec(leaf, rows_of_x, summed, kept), x)
+  result_specs = jax.tree.map(lambda leaf: spec(leaf, rows_of_result, kept, summed), result)
+  pairs = zip(split, gathered, strict=True)
+  weight_spec = _spec([split_axes + row_axes for split_axes, row_axes in pairs])
   split_over_devices = partitioner.shard_map(
     product_of_device, in_specs=(x_specs, weight_spec), out_specs=result_specs
   )
   results = split_over_devices(x, weights)
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, 'product'), results)
+
+
+def _weight_axes(partitioner: Partitioner, axes: Axes) -> tuple[list[MeshAxes], list[MeshAxes]]:
+  """The mesh axes over which each dimension of a weight stays split, and is gathered.
+
+  It is gathered over axes that split rows. These come last, so that a part that is gathered over
+  them has features that stand together.
+  """
+  over_rows = partitioner.axes_of('batch')
+  split = []
+  gathered = []
+  for axis in axes:
+    mesh_axes = partitioner.axes_of(axis or '')
+    stays = tuple(name for name in mesh_axes if name not in over_rows)
+    goes = tuple(name for name in mesh_axes if name in over_rows)
+    split.append(stays)
+    gathered.append(goes)
+  return split, gathered
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
