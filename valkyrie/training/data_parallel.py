@@ -77,13 +77,13 @@ def shard_map_step(
   kept = _kept_split(model, partitioner, params)
   held = jax.tree.map(lambda keep, shard: shard if keep else PartitionSpec(), kept, shards)
 
-  def of(tree):
+  def learned_part(tree):
     if learns is None:
       return ()
     learned, _ = learned_and_frozen(tree, learns)
     return learned
 
-  learned = of(shards)
+  learned = learned_part(shards)
 
   def of_device(params, carry, batch, rng):
     if rng is not None and rows:
@@ -96,8 +96,9 @@ def shard_map_step(
       carry = sequence_parallel.broadcast_carry(carry)
     if learns is not None:
       reduce_scatter = functools.partial(_reduce_scatter, over=everywhere)
-      gradient = jax.tree.map(reduce_scatter, gradient, learned, of(kept))
-    return gradient, carry, lax.psum(sums, everywhere)
+      gradient = jax.tree.map(reduce_scatter, gradient, learned, learned_part(kept))
+    all_sums = lax.psum(sums, everywhere)
+    return gradient, carry, all_sums
 
   carries = specs(carry, model.carry_axes(carry))
   batches = partitioner.batch_sharding().spec
@@ -147,14 +148,17 @@ def in_micro_batches(
   def split(x, axis):
     # [..., B, ...] -> [count, ..., B / count, ...]. Group m has the rows m, m + count, ...: with
     # rows over devices, each device keeps its own.
-    before = x.shape[:axis]
-    after = x.shape[axis + 1 :]
-    parts = x.reshape(*before, x.shape[axis] // count, count, *after)
+    leading = x.shape[:axis]
+    trailing = x.shape[axis + 1 :]
+    rows = x.shape[axis] // count
+    parts = x.reshape(*leading, rows, count, *trailing)
     return jnp.moveaxis(parts, axis + 1, 0)
 
   def join(parts, axis):
     x = jnp.moveaxis(parts, 0, axis + 1)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    leading = x.shape[:axis]
+    trailing = x.shape[axis + 2 :]
+    return x.reshape(*leading, -1, *trailing)
 
   def add_group(gradient, group):
     number, carry, batch = group

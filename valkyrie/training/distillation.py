@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import language_model
-from valkyrie.models.features import ACTIVATIONS
+from valkyrie.models.features import ACTIVATIONS, Description, Features
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
 from valkyrie.models.precision import wide
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Part, Start, Term
 from valkyrie.training.optimizers import Group
-from valkyrie.types import Params
+from valkyrie.types import Carry, Params
 
 _PREFIX = 'teacher/'
 
@@ -113,33 +113,42 @@ class Distillation(Term):
         f'Distillation.match compares outputs of {student.width} numbers with outputs of '
         f'{teacher.width}. Leave it out, or use models of one width (LanguageModel.d_model).'
       )
-    sides = ('student', student), ('teacher', teacher)
-    for _, *layers in self.match:
-      for layer, (whose, about) in zip(layers, sides, strict=True):
-        if not 0 <= layer < about.layers:
-          raise ConfigurationError(
-            f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to '
-            f'{about.layers - 1}. Use one of these.'
-          )
-    with_teacher = model.extended(
-      self.name,
-      lambda rng: _named(self._teacher.init(rng, 1)[0]),
-      lambda: _named(self._teacher.parameters()),
-      lambda rows: self._teacher.initial_carry(rows)['model'],
-    )
-    contexts = [about.max_context for about in (teacher, student) if about.max_context is not None]
+    for _, student_layer, teacher_layer in self.match:
+      _check_layer(student_layer, 'student', student)
+      _check_layer(teacher_layer, 'teacher', teacher)
+
+    def init(rng):
+      params, _ = self._teacher.init(rng, 1)
+      return _named(params)
+
+    def parameters():
+      return _named(self._teacher.parameters())
+
+    def initial_carry(rows):
+      carry = self._teacher.initial_carry(rows)
+      return carry['model']
+
+    with_teacher = model.extended(self.name, init, parameters, initial_carry)
+    contexts = []
+    for longest in (teacher.max_context, student.max_context):
+      if longest is not None:
+        contexts.append(longest)
     whole = dict.fromkeys((*student.needs_whole_rows, *teacher.needs_whole_rows))
-    return with_teacher._replace(
-      about=student._replace(max_context=min(contexts, default=None), needs_whole_rows=(*whole,))
+    about = student._replace(
+      max_context=min(contexts, default=None),
+      needs_whole_rows=tuple(whole),
     )
+    return with_teacher._replace(about=about)
 
   def prepared(self, params: Params, start: Start) -> Params:
     """Loads the teacher, which must be whole."""
-    own = {module: params[_PREFIX + module] for module in self._teacher.parameters()}
+    initial = self._params(params)
     source = self.source()
     start.say('the teacher of the objective:')
     try:
-      loaded, complete = source.load(self._teacher, self._make, own, start.vocabulary, start.say)
+      loaded, complete = source.load(
+        self._teacher, self._make, initial, start.vocabulary, start.say
+      )
       if not complete:
         raise ConfigurationError('Some of its parameters are new.')
     except ConfigurationError as error:
@@ -153,11 +162,7 @@ class Distillation(Term):
     """The divergence, and the differences of layers; no gradient reaches the teacher."""
     batch = chunk.batch
     student = chunk.features
-    params = {module: chunk.params[_PREFIX + module] for module in self._teacher.parameters()}
-    carry = {'model': chunk.before[self.name]}
-    params, carry = lax.stop_gradient((params, carry))
-    results = self._teacher.read(params, carry, batch, activations=self.activations)
-    teacher, after = lax.stop_gradient(results)
+    teacher, after = self._read(chunk)
 
     def total(values):
       return jnp.sum(batch.weights * values)
@@ -165,7 +170,8 @@ class Distillation(Term):
     size = chunk.model.about.vocabulary_size
     divergence = divergences(teacher, student, size, self.temperature, self.top_k)
     sums = {'divergence': total(divergence)}
-    loss = self.weight * self.temperature**2 * sums['divergence']
+    scale = self.weight * self.temperature**2
+    loss = scale * sums['divergence']
     if self.match:
       student_values = student.activations or {}
       teacher_values = teacher.activations or {}
@@ -173,10 +179,34 @@ class Distillation(Term):
       for kind, student_layer, teacher_layer in self.match:
         ours = student_values[kind][student_layer]
         theirs = teacher_values[kind][teacher_layer]
-        differences.append(_squared(ours, theirs))
+        difference = _squared(ours, theirs)
+        differences.append(difference)
       sums['layers'] = total(sum(differences)) / len(differences)
       loss += self.match_weight * sums['layers']
-    return Part(loss / chunk.total, lax.stop_gradient(sums), after['model'])
+    share = loss / chunk.total
+    return Part(share, lax.stop_gradient(sums), after['model'])
+
+  def _read(self, chunk: Chunk) -> tuple[Features, Carry]:
+    """(What the teacher makes of a chunk, its carry after it), both without a gradient."""
+    params = self._params(chunk.params)
+    carry = {'model': chunk.before[self.name]}
+    params, carry = lax.stop_gradient((params, carry))
+    results = self._teacher.read(params, carry, chunk.batch, activations=self.activations)
+    return lax.stop_gradient(results)
+
+  def _params(self, params: Params) -> Params:
+    """The parameters of the teacher among a run's."""
+    modules = self._teacher.parameters()
+    return {module: params[_PREFIX + module] for module in modules}
+
+
+def _check_layer(layer: int, whose: str, about: Description) -> None:
+  """Raises a ConfigurationError unless a model has a layer with this number."""
+  if not 0 <= layer < about.layers:
+    raise ConfigurationError(
+      f'Distillation.match has layer {layer} of the {whose}, whose layers are 0 to '
+      f'{about.layers - 1}. Use one of these.'
+    )
 
 
 def _named(params: Any) -> Any:
@@ -185,5 +215,7 @@ def _named(params: Any) -> Any:
 
 
 def _squared(a: jax.Array, b: jax.Array) -> jax.Array:
-  a, b = (x.astype(wide(x.dtype)) for x in (a, b))
-  return jnp.mean(jnp.square(a - b), axis=-1)
+  a = a.astype(wide(a.dtype))
+  b = b.astype(wide(b.dtype))
+  squares = jnp.square(a - b)
+  return jnp.mean(squares, axis=-1)

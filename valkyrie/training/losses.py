@@ -61,11 +61,13 @@ def token_scores(features: Features, targets: Array, vocabulary_size: int) -> To
     # Selected, since the gradient of a lookup is a scatter, which XLA fuses with nothing.
     tokens = jnp.arange(scores.shape[-1])
     is_target = tokens[None, None] == targets[..., None]
-    target_scores = jnp.sum(jnp.where(is_target, scores, 0), axis=-1)
+    of_target = jnp.where(is_target, scores, 0)
+    target_scores = jnp.sum(of_target, axis=-1)
     log_normalizer = jax.nn.logsumexp(scores, axis=-1)
     loss = log_normalizer - target_scores
     likeliest = jnp.argmax(scores, axis=-1)
-    return TokenScores(loss, likeliest == targets, log_normalizer)
+    right = likeliest == targets
+    return TokenScores(loss, right, log_normalizer)
 
   return in_slices(score, features, targets)
 
@@ -186,14 +188,18 @@ def weighted_loss(
       loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, unembedding, has_aux=True)
       d_hidden, d_unembedding = pull_back(jnp.ones_like(loss))
       so_far = so_far + d_unembedding.astype(so_far.dtype)
-      return so_far, (d_hidden, (loss, sums))
+      results = (loss, sums)
+      return so_far, (d_hidden, results)
 
     wide = jnp.promote_types(unembedding.dtype, jnp.float32)
     zeros = jnp.zeros(unembedding.shape, wide)
     inputs = tuple(slices.cut(x, size) for x in (hidden, targets, weights))
-    d_unembedding, (d_hidden, results) = lax.scan(slice_with_gradient, zeros, inputs)
-    gradients = (slices.join(d_hidden, time), d_unembedding.astype(unembedding.dtype))
-    return jax.tree.map(jnp.sum, results), gradients
+    d_unembedding, of_slices = lax.scan(slice_with_gradient, zeros, inputs)
+    d_hidden, results = of_slices
+    d_hidden = slices.join(d_hidden, time)
+    d_unembedding = d_unembedding.astype(unembedding.dtype)
+    totals = jax.tree.map(jnp.sum, results)
+    return totals, (d_hidden, d_unembedding)
 
   def pull_back(gradients, cotangents):
     factor, _ = cotangents

@@ -43,15 +43,13 @@ class Reading:
     With other rows, a feed that ends after some epochs raises a ConfigurationError.
     """
     self.curriculum = curriculum
-    self.stretches = [Stretch(*found) for found in stretches] or [Stretch(0, 0, rows)]
+    self.stretches = [Stretch(*recorded) for recorded in stretches]
+    if not self.stretches:
+      self.stretches.append(Stretch(0, 0, rows))
     is_other = self.stretches[-1].rows != rows
     if is_other or self.position(step) != position:
       self.stretches.append(Stretch(step, position, rows))
-    dealt = [(0, self.stretches[0].rows)]
-    for stretch in self.stretches:
-      _, latest_rows = dealt[-1]
-      if stretch.rows != latest_rows:
-        dealt.append((stretch.position, stretch.rows))
+    dealt = self._dealt()
     # (position, feed) of each deal; the feed of a run that was dealt once is as it was given.
     self._deals = [(0, feed)]
     if len(dealt) > 1:
@@ -61,11 +59,22 @@ class Reading:
         self._deals.append((begin, dealt_feed))
     self._begin, self.feed = self._deals[-1]
 
+  def _dealt(self) -> list[tuple[int, int]]:
+    """(position, rows) of each deal: a stretch with other rows than the one before begins one."""
+    first, *later = self.stretches
+    dealt = [(0, first.rows)]
+    latest_rows = first.rows
+    for stretch in later:
+      if stretch.rows != latest_rows:
+        dealt.append((stretch.position, stretch.rows))
+        latest_rows = stretch.rows
+    return dealt
+
   def position(self, step: int) -> int:
     """Tokens of each row that the steps before `step` read, over all stretches."""
     latest = self.stretches[-1]
-    of_curriculum = self.curriculum.position
-    tokens = of_curriculum(step) - of_curriculum(latest.step)
+    begin = self.curriculum.position(latest.step)
+    tokens = self.curriculum.position(step) - begin
     return latest.position + tokens
 
   def place(self, step: int) -> int:
@@ -74,23 +83,24 @@ class Reading:
 
   def tokens(self, step: int) -> int:
     """Tokens that all rows read before `step`."""
-    ends = [stretch.position for stretch in self.stretches[1:]]
+    _, *later = self.stretches
+    ends = [stretch.position for stretch in later]
     ends.append(self.position(step))
     tokens = 0
     for stretch, end in zip(self.stretches, ends, strict=True):
-      tokens += (end - stretch.position) * stretch.rows
+      tokens_of_row = end - stretch.position
+      tokens += tokens_of_row * stretch.rows
     return tokens
 
   def progress(self, step: int) -> Mapping[str, float]:
     """The feed's `progress` before `step`, over all deals."""
-    ends = [begin for begin, _ in self._deals[1:]]
+    _, *later = self._deals
+    ends = [begin for begin, _ in later]
     ends.append(self.position(step))
-    found = []
+    totals: dict[str, float] = {}
     for (begin, feed), end in zip(self._deals, ends, strict=True):
-      found.append(feed.progress(end - begin))
-    totals = {}
-    for name in found[0]:
-      totals[name] = sum(of_deal[name] for of_deal in found)
+      for name, value in feed.progress(end - begin).items():
+        totals[name] = totals.get(name, 0) + value
     return totals
 
   def describe(self, step: int) -> str:
@@ -121,14 +131,17 @@ class Reading:
 
   def change(self, step: int) -> str | None:
     """What a resume after `step` steps changes in the tokens that are read; None if nothing."""
-    if len(self.stretches) == 1 or self.stretches[-1].step != step:
+    latest = self.stretches[-1]
+    if len(self.stretches) == 1 or latest.step != step:
       return None
-    before, now = self.stretches[-2:]
-    if before.rows == now.rows:
-      return f'each row is read on from its token {now.position:,}'
-    (begin, feed), (end, _) = self._deals[-2:]
+    before = self.stretches[-2]
+    if before.rows == latest.rows:
+      return f'each row is read on from its token {latest.position:,}'
+    earlier_deal, latest_deal = self._deals[-2:]
+    begin, feed = earlier_deal
+    end, _ = latest_deal
     read_again = feed.unfinished(end - begin)
     return (
-      f'the documents are now dealt over {now.rows} rows instead of {before.rows}, and carries '
+      f'the documents are now dealt over {latest.rows} rows instead of {before.rows}, and carries '
       f'begin empty: {read_again:,} tokens of the unfinished epoch are read again'
     )

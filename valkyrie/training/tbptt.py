@@ -75,8 +75,9 @@ def gradients(
   chunks = split_chunks(batch, chunk_size)
   rngs = None
   if rng is not None:
-    numbers = jnp.arange(chunks.inputs.shape[0])
-    rngs = jax.vmap(lambda number: jax.random.fold_in(rng, number))(numbers)
+    count = chunks.inputs.shape[0]
+    key_of_chunk = functools.partial(jax.random.fold_in, rng)
+    rngs = jax.vmap(key_of_chunk)(jnp.arange(count))
   groups = _grouped((chunks, rngs), backprop_chunks)
 
   recomputes = remat_chunks and backprop_chunks > 1
@@ -89,9 +90,9 @@ def gradients(
 
   learning, constant = learned_and_frozen(params, learns)
 
-  def read_chunk(learning, carry, now):
+  def read_chunk(learning, carry, chunk_and_rng):
     """One chunk -> (its share of the loss, (the carry after it, its sums))."""
-    chunk, rng = now
+    chunk, rng = chunk_and_rng
     all_params = hk.data_structures.merge(constant, learning)
     return read(
       terms,
@@ -117,7 +118,12 @@ def gradients(
 
 def _grouped(tree: Any, length: int) -> Any:
   """[N, ...] -> [N / length, length, ...]."""
-  return jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), tree)
+
+  def group(leaf):
+    _, *rest = leaf.shape
+    return leaf.reshape(-1, length, *rest)
+
+  return jax.tree.map(group, tree)
 
 
 def _scan(step: Callable, carry: Any, steps: Any, **options: Any) -> tuple[Any, Any]:
@@ -176,8 +182,11 @@ def _add_saved(
       loss, (after, sums) = read(narrow, before, chunk)
       return after, (loss, sums)
 
-    after, (losses, sums) = _scan(step, _wide(carry), chunks)
-    return jnp.sum(losses), (_narrow(after, carry), _total(sums))
+    wide_carry = _wide(carry)
+    after, (losses, sums) = _scan(step, wide_carry, chunks)
+    loss = jnp.sum(losses)
+    narrow_after = _narrow(after, carry)
+    return loss, (narrow_after, _total(sums))
 
   wide = rounding.wide(params)
   gradient_of = jax.value_and_grad(group_loss, has_aux=True)
@@ -228,8 +237,11 @@ def _add_recomputed(
       return loss, next_floats
 
     (loss, _), pull_back = jax.vjp(loss_and_next, params, floats)
-    d_params, d_before = pull_back((jnp.ones_like(loss), d_after))
-    return (rewinding.rewindable(before), d_before, _add(gradient, d_params)), None
+    cotangents = (jnp.ones_like(loss), d_after)
+    d_params, d_before = pull_back(cotangents)
+    rewindable_before = rewinding.rewindable(before)
+    earlier = (rewindable_before, d_before, _add(gradient, d_params))
+    return earlier, None
 
   def segment_backwards(later, inputs):
     rewindable, *_ = later
@@ -248,8 +260,13 @@ def _add_recomputed(
 
 def segment_length(count: int) -> int:
   """The chunks of a segment, dividing `count`, that minimize the saved carries."""
-  divisors = [n for n in range(1, count + 1) if count % n == 0]
-  return min(divisors, key=lambda n: n + count // n)
+  divisors = [length for length in range(1, count + 1) if count % length == 0]
+
+  def saved(length):
+    segments = count // length
+    return length + segments
+
+  return min(divisors, key=saved)
 
 
 def _wide(carry: Carry) -> Carry:
@@ -260,16 +277,22 @@ def _wide(carry: Carry) -> Carry:
   """
 
   def widen(over_time, leaf):
-    if not over_time or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if not over_time or not is_float:
       return leaf
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    return leaf.astype(wide)
 
   return jax.tree.map(widen, is_over_time(carry), carry)
 
 
 def _narrow(wide: Carry, carry: Carry) -> Carry:
   """The inverse of `_wide`, in the dtypes of `carry`."""
-  return jax.tree.map(lambda leaf, of: leaf.astype(of.dtype), wide, carry)
+
+  def narrowed(leaf, before):
+    return leaf.astype(before.dtype)
+
+  return jax.tree.map(narrowed, wide, carry)
 
 
 def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]]:
@@ -278,11 +301,13 @@ def floats_of(carry: Carry) -> tuple[list[Array], Callable[[list[Array]], Carry]
   flows = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
   def rebuild(floats: list[Array]) -> Carry:
-    new = iter(floats)
+    replacements = iter(floats)
     rebuilt = []
     for flow, leaf in zip(flows, leaves, strict=True):
-      rebuilt.append(next(new) if flow else leaf)
+      replacement = next(replacements) if flow else leaf
+      rebuilt.append(replacement)
     return structure.unflatten(rebuilt)
 
-  floats = [leaf for flow, leaf in zip(flows, leaves, strict=True) if flow]
+  pairs = zip(flows, leaves, strict=True)
+  floats = [leaf for flow, leaf in pairs if flow]
   return floats, rebuild
