@@ -180,9 +180,9 @@ class _Trial:
     if not stacked:
       arrays = self._layers()
     for rates, expected in zip(self._rates, self._expected, strict=True):
-      found = self._moved(make, *arrays, rates)
+      moved = self._moved(make, *arrays, rates)
       for name, leaf in expected.items():
-        difference = jnp.linalg.norm(found[name] - leaf)
+        difference = jnp.linalg.norm(moved[name] - leaf)
         allowed = _SAME * jnp.linalg.norm(leaf)
         if not difference < allowed:  # a NaN does not agree
           return False

@@ -3,7 +3,6 @@
 import bisect
 from collections.abc import Sequence
 import dataclasses
-import itertools
 
 import gin
 import jax.numpy as jnp
@@ -84,17 +83,22 @@ class Curriculum:
 
   def __init__(self, phases: Sequence[Phase]):
     self.phases = tuple(phases)
-    lengths = [phase.steps for phase in self.phases[:-1] if phase.steps is not None]
-    if not self.phases or len(lengths) < len(self.phases) - 1:
+    if not self.phases or any(phase.steps is None for phase in self.phases[:-1]):
       raise ConfigurationError(
         f'Curriculum.phases have {[phase.steps for phase in self.phases]} steps. Give at least one '
         'phase, and Phase.steps to every phase but the last.'
       )
-    check_count('The sum of Phase.steps', sum(lengths))
-    self._starts = [0, *itertools.accumulate(lengths)]
-    phases_with_steps = zip(lengths, self.phases, strict=False)
-    read = [steps * phase.tokens_per_row for steps, phase in phases_with_steps]
-    self.begins = [0, *itertools.accumulate(read)]
+    self._starts = [0]
+    self.begins = [0]
+    step = 0
+    position = 0
+    for phase in self.phases[:-1]:
+      steps = phase.steps or 0
+      step += steps
+      position += steps * phase.tokens_per_row
+      self._starts.append(step)
+      self.begins.append(position)
+    check_count('The sum of Phase.steps', step)
 
   def index(self, step: int) -> int:
     """The index, from 0, of the phase of `step` (from 0)."""

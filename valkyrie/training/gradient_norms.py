@@ -9,8 +9,13 @@ from valkyrie.types import Array, Params
 
 def by_part(gradient: Params) -> dict[str, Array]:
   """{part: the norm of its gradient}, see `models.parts`."""
-  squares = sums_of_parts(gradient, lambda leaf: jnp.sum(jnp.square(leaf)))
-  return {part: jnp.sqrt(total) for part, total in squares.items()}
+
+  def sum_of_squares(leaf):
+    squares = jnp.square(leaf)
+    return jnp.sum(squares)
+
+  totals = sums_of_parts(gradient, sum_of_squares)
+  return {part: jnp.sqrt(total) for part, total in totals.items()}
 
 
 def by_part_and_layer(gradient: Params) -> dict[str, Array]:
@@ -28,15 +33,22 @@ def _squares_of_layers(gradient: Params) -> Array:
     place = place_of(module)
     if place is None:
       continue
-    blocks = stacks.setdefault((place.is_upper, place.first), {})
+    height = (place.is_upper, place.first)
+    blocks = stacks.setdefault(height, {})
     for leaf in group.values():
-      each_repeat = leaf.reshape(leaf.shape[0], -1)
-      squares = jnp.sum(jnp.square(each_repeat), axis=1)
-      blocks[place.block] = blocks.get(place.block, 0) + squares
+      repeats = leaf.shape[0]
+      each_repeat = leaf.reshape(repeats, -1)
+      squares = jnp.square(each_repeat)
+      total = jnp.sum(squares, axis=1)
+      blocks[place.block] = blocks.get(place.block, 0) + total
   by_height = []
-  for height in sorted(stacks):
-    blocks = stacks[height]
+  for _, blocks in sorted(stacks.items(), key=_height):
     columns = [blocks[number] for number in sorted(blocks)]
     layers = jnp.stack(columns, axis=1)  # the layers of a repeat follow one another
     by_height.append(layers.ravel())
   return jnp.concatenate(by_height)
+
+
+def _height(stack: tuple[tuple[bool, int], dict[int, Array]]) -> tuple[bool, int]:
+  height, _ = stack
+  return height

@@ -14,6 +14,7 @@ from valkyrie.models import kernel_choice, language_model
 from valkyrie.models.layers import MixerOptions
 from valkyrie.sharding import ambient
 from valkyrie.training.setup import Setup
+from valkyrie.types import Array
 
 
 def kernel_results(
@@ -42,7 +43,11 @@ def kernel_results(
 
 def asked_lengths(setup: Setup) -> set[tuple[str, int]]:
   """What `agreeing_lengths` compares: (class of a mixer, tokens of a piece)."""
-  return {(type(mixer).__name__, time) for mixer, (_, time, _), _ in kernel_results(setup)}
+  lengths = set()
+  for mixer, shape, _ in kernel_results(setup):
+    _, time, _ = shape
+    lengths.add((type(mixer).__name__, time))
+  return lengths
 
 
 def agreeing_lengths(
@@ -56,40 +61,64 @@ def agreeing_lengths(
   """
   agreed = set()
   failed = set()
-  norm = jnp.linalg.norm
-  for mixer, (rows, time, _), results in kernel_results(setup):
-    pair = type(mixer).__name__, time
-    name = f'{pair[0]}.kernels'
-    found = ''
+  for mixer, shape, results in kernel_results(setup):
+    pair = (type(mixer).__name__, shape[1])
+    misfit = _misfit(setup, mixer, shape)
     error = ConfigurationError
-    automatic = None
-    if not setup.partitioner.manual:
-      automatic = setup.partitioner
-    with ambient.within(partitioner=automatic):
-      misfit = kernel_choice.why_not(mixer, time)
+    finding = ''
     if not misfit:
       error = Disagreement
-      try:
-        compute_plain = jax.jit(functools.partial(results, MixerOptions()))
-        by_kernel = MixerOptions(kernel_lengths={pair})
-        compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
-        plain = compute_plain()
-        kernel = compute_by_kernel()
-        parts = jax.tree.map(lambda x, y: norm(x - y) / (norm(y) + 1e-30), kernel, plain)
-        apart = float(jnp.max(jnp.stack(parts)))
-      except Exception as failure:
-        first, _, _ = reason_of(failure).partition('\n')
-        misfit = f'it fails ({first})'
-      else:
-        found = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
-        if apart > bound:
-          misfit = f'{found}, more than {bound:.2g}'
+      finding, misfit = _compared(results, pair, shape, bound)
+    name = f'{type(mixer).__name__}.kernels'
     if misfit and mixer.kernels != 'prefer':
       raise error(f'{name}={mixer.kernels!r}: {misfit}. Set {name} = None.')
     if misfit:
       say(f'{name}: {misfit}: the plain form is used')
       failed.add(pair)
     else:
-      say(f'{name}: {found}')
+      say(f'{name}: {finding}')
       agreed.add(pair)
   return agreed - failed
+
+
+def _misfit(setup: Setup, mixer: Any, shape: tuple[int, int, int]) -> str | None:
+  """Why the kernel of a mixer does not run here; None if it does."""
+  _, time, _ = shape
+  automatic = None
+  if not setup.partitioner.manual:
+    automatic = setup.partitioner
+  with ambient.within(partitioner=automatic):
+    return kernel_choice.why_not(mixer, time)
+
+
+def _compared(
+  results: Callable[[MixerOptions], Any],
+  pair: tuple[str, int],
+  shape: tuple[int, int, int],
+  bound: float,
+) -> tuple[str, str]:
+  """(How far the kernel is from the plain form, why that is too far or '')."""
+  rows, time, _ = shape
+  by_kernel = MixerOptions(kernel_lengths={pair})
+  try:
+    compute_plain = jax.jit(functools.partial(results, MixerOptions()))
+    compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
+    plain = compute_plain()
+    kernel = compute_by_kernel()
+    parts = jax.tree.map(_distance, kernel, plain)
+    largest = jnp.max(jnp.stack(parts))
+    apart = float(largest)
+  except Exception as failure:
+    first, _, _ = reason_of(failure).partition('\n')
+    return '', f'it fails ({first})'
+  finding = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
+  if apart > bound:
+    return finding, f'{finding}, more than {bound:.2g}'
+  return finding, ''
+
+
+def _distance(x: Array, y: Array) -> Array:
+  """The norm of the difference of two arrays, in parts of the norm of the second."""
+  difference = jnp.linalg.norm(x - y)
+  size = jnp.linalg.norm(y) + 1e-30
+  return difference / size

@@ -138,17 +138,21 @@ class Term:
 
   def __call__(self, chunk: Chunk) -> Part:
     """Sums the weighted values."""
-    found = self.values(chunk)
+    values_by_name = self.values(chunk)
     weights = chunk.batch.weights
-    shapes = {name: jnp.shape(values) for name, values in found.items()}
-    with edges.asserted(
-      lambda: f'{type(self).__name__}.values returned {shapes}',
-      f'It has to return {{name: values}} of the targets, {weights.shape} each.',
-    ):
-      chex.assert_shape([*found.values()], [weights.shape] * len(found))
-    sums = {name: jnp.sum(weights * values) for name, values in found.items()}
-    total = sum(sums.values(), jnp.zeros(()))
-    return Part(total / chunk.total, lax.stop_gradient(sums))
+
+    def message() -> str:
+      shapes = {name: jnp.shape(values) for name, values in values_by_name.items()}
+      return f'{type(self).__name__}.values returned {shapes}'
+
+    expected = f'It has to return {{name: values}} of the targets, {weights.shape} each.'
+    with edges.asserted(message, expected):
+      chex.assert_shape([*values_by_name.values()], [weights.shape] * len(values_by_name))
+    sums = {name: jnp.sum(weights * values) for name, values in values_by_name.items()}
+    zero = jnp.zeros(())
+    total = sum(sums.values(), zero)
+    share = total / chunk.total
+    return Part(share, lax.stop_gradient(sums))
 
 
 @gin.configurable

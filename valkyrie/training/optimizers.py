@@ -199,7 +199,8 @@ class Optimizer:
     def of_leaf(path, leaf) -> Axes:
       keys = [getattr(key, 'key', None) for key in path]
       module, name = [None, None, *keys][-2:]
-      parameter = params.get(module, {}).get(name)
+      group = params.get(module, {})
+      parameter = group.get(name)
       if parameter is not None and parameter.shape == leaf.shape:
         return axes[module][name]
       return (None,) * leaf.ndim  # a count, or a factored moment

@@ -1,10 +1,10 @@
 """The parts of a run, checked to fit together, and their train steps on the mesh."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 import dataclasses
 import functools
-from typing import Annotated
+from typing import Annotated, Any
 
 import gin
 import jax
@@ -189,19 +189,8 @@ class Setup:
 
   def remarks(self) -> list[str]:
     """What a run says about its configuration before it starts."""
-    params = self.state.params
     counts = self.language_model.counts()
-    parts = sums_of_parts(counts, lambda count: count)
-    total = sum(parts.values())
-    by_size = sorted(parts.items(), key=lambda item: -item[1])
-    listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
-    dtype_names = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
-    dtypes = ' and '.join(sorted(dtype_names))
-    mesh = ', '.join(f'{axis}={size}' for axis, size in self.partitioner.mesh.shape.items())
-    remarks = [
-      f'{total:,} parameters ({listed}) in {dtypes}, computed in '
-      f'{self.model.about.compute_dtype}; mesh {mesh}'
-    ]
+    remarks = [self._sizes(counts)]
     for path in self.undeclared_parameters():
       remarks.append(
         f'{path} is replicated on every device: its module declares no axes, and '
@@ -210,13 +199,17 @@ class Setup:
     forgetful = self.short_horizon()
     if forgetful:
       remarks.append(f'warning: {forgetful}')
-    all_counts = self.model.counts()
-    added = {module: group for module, group in all_counts.items() if module not in counts}
-    for name, count in sums_of_parts(added, lambda count: count).items():
+    added = {}
+    for module, group in self.model.counts().items():
+      if module not in counts:
+        added[module] = group
+    for name, count in sums_of_parts(added, _itself).items():
       remarks.append(f'{count:,} more parameters of the objective: {name}')
+    total = 0
     learning = 0
     for module, group in counts.items():
       for name, count in group.items():
+        total += count
         if self.optimizer.learns(f'{module}/{name}'):
           learning += count
     if learning < total:
@@ -224,6 +217,22 @@ class Setup:
         f'{learning:,} of {total:,} parameters learn; groups with a learning rate of 0 are frozen'
       )
     return remarks
+
+  def _sizes(self, counts: Mapping[str, Mapping[str, int]]) -> str:
+    """The parameters of each part, their dtypes and the mesh."""
+    parts = sums_of_parts(counts, _itself)
+    total = sum(parts.values())
+    by_size = sorted(parts.items(), key=lambda item: -item[1])
+    listed = ', '.join(f'{part} {size:,}' for part, size in by_size)
+    leaves = jax.tree.leaves(self.state.params)
+    dtype_names = {str(leaf.dtype) for leaf in leaves}
+    dtypes = ' and '.join(sorted(dtype_names))
+    axis_sizes = self.partitioner.mesh.shape.items()
+    mesh = ', '.join(f'{axis}={size}' for axis, size in axis_sizes)
+    return (
+      f'{total:,} parameters ({listed}) in {dtypes}, computed in '
+      f'{self.model.about.compute_dtype}; mesh {mesh}'
+    )
 
   def short_horizon(self) -> str | None:
     """A warning, if the recurrences forget within the tokens that a step reads of a row."""
@@ -244,8 +253,11 @@ class Setup:
 
   def rate(self, step: int, ends: int) -> float:
     """The learning rate of the step after `step` steps, if the schedule ends at the step `ends`."""
-    of_schedule = self.optimizer.ending_at(ends).learning_rate(jnp.int32(step))
-    return float(of_schedule * self.curriculum.learning_rate_scale(jnp.int32(step)))
+    number = jnp.int32(step)
+    optimizer = self.optimizer.ending_at(ends)
+    rate = optimizer.learning_rate(number)
+    scale = self.curriculum.learning_rate_scale(number)
+    return float(rate * scale)
 
   def with_kernels(self, lengths: Collection[tuple[str, int]]) -> 'Setup':
     """This run with kernels of these mixers in pieces of so many tokens; see `kernel_check`."""
@@ -283,7 +295,9 @@ class Setup:
 
   def _check_average(self, shapes: TrainState) -> None:
     decay = self.settings.average_decay
-    if decay is not None and any(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(shapes.params)):
+    leaves = jax.tree.leaves(shapes.params)
+    is_rounded = any(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    if decay is not None and is_rounded:
       raise ConfigurationError(
         f'StepSettings.average_decay={decay} moves an average by less than the last digit of '
         "bfloat16. Set LanguageModel.parameter_dtype = 'float32', or average_decay = None."
@@ -300,6 +314,10 @@ class Setup:
         '(LongformerAttention, S5, or your own with sequence_parallel = True) and '
         'LanguageModel.insert = None.'
       )
+
+
+def _itself(count: int) -> int:
+  return count
 
 
 def check_feed(model: Model, feed: TaskFeed, rows: int) -> None:
@@ -341,14 +359,22 @@ def check_mixers(model: Callable[..., LanguageModel]) -> None:
   """
 
   def made(one: LanguageModel) -> tuple[int, list[list[type]]]:
-    return one.d_model, [[type(mixer) for mixer in block.mixers] for block in one.blocks()]
+    kinds = []
+    for block in one.blocks():
+      kinds_of_block = [type(mixer) for mixer in block.mixers]
+      kinds.append(kinds_of_block)
+    return one.d_model, kinds
+
+  def make(row: int, column: int) -> Any:
+    # Within its block, so that the bindings of the block's scope apply.
+    blocks = model(name='model').blocks()
+    return blocks[row].mixers[column]
 
   width, kinds = language_model.asked(model, made)
-  for row, of_block in enumerate(kinds):
-    for column, kind in enumerate(of_block):
-      if kind.__module__.partition('.')[0] != 'valkyrie':
-        # Within its block, so that the bindings of the block's scope apply.
-        make = functools.partial(
-          lambda i, j: model(name='model').blocks()[i].mixers[j], row, column
-        )
-        check_mixer(functools.update_wrapper(make, kind, updated=()), width)
+  for row, kinds_of_block in enumerate(kinds):
+    for column, kind in enumerate(kinds_of_block):
+      package, _, _ = kind.__module__.partition('.')
+      if package != 'valkyrie':
+        make_mixer = functools.partial(make, row, column)
+        named = functools.update_wrapper(make_mixer, kind, updated=())
+        check_mixer(named, width)

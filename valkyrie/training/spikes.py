@@ -66,12 +66,14 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
   deviation = jnp.std(losses)
   highest = mean + spikes.deviations * deviation
   is_full = count >= spikes.window
-  spiked = is_full & (loss > highest)
+  is_high = loss > highest
+  spiked = is_full & is_high
   finite = jnp.isfinite(loss)
   place = count % spikes.window
-  with_this = losses.at[place].set(loss)
-  kept = jnp.where(finite, with_this, losses)
-  return spiked & finite, RecentLosses(kept, count + finite)
+  with_loss = losses.at[place].set(loss)
+  latest = jnp.where(finite, with_loss, losses)
+  is_spike = spiked & finite
+  return is_spike, RecentLosses(latest, count + finite)
 
 
 @may_change_on_resume()

@@ -203,13 +203,16 @@ def refuse(parts: StepParts, state: TrainState, reading: Reading) -> Verdict:
   has_finite_loss = jnp.isfinite(reading.sums.followed)
   healthy = has_finite_loss & jnp.isfinite(reading.norm)
   for leaf in jax.tree.leaves(reading.carry):
-    healthy &= jnp.all(jnp.isfinite(leaf))
+    is_finite = jnp.isfinite(leaf)
+    healthy &= jnp.all(is_finite)
   if parts.spikes is None or state.recent is None:
-    return Verdict(healthy, jnp.zeros((), bool), state.recent)
+    no_spike = jnp.zeros((), bool)
+    return Verdict(healthy, no_spike, state.recent)
   # Without a target the loss is NaN, which is not compared.
   loss = reading.sums.followed / reading.sums.weight
   spiked, recent = detect(parts.spikes, state.recent, loss)
-  return Verdict(healthy & ~spiked, spiked, recent)
+  is_accepted = healthy & ~spiked
+  return Verdict(is_accepted, spiked, recent)
 
 
 def update_parameters(parts: StepParts, state: TrainState, gradient: Params) -> Update:
