@@ -12,14 +12,19 @@ def over_layers(tensors: Sequence[str]) -> str:
   """Names in short: 'layers.0-3.mlp.out' for four names."""
   layers_of: dict[str, list[int]] = {}  # by the name, with # for the number of a layer
   for name in tensors:
-    layer = re.fullmatch(r'layers\.(\d+)\.(.+)', name)
-    if layer is None:
+    match = re.fullmatch(r'layers\.(\d+)\.(.+)', name)
+    if match is None:
       layers_of[name] = []
-    else:
-      layers_of.setdefault(f'layers.#.{layer[2]}', []).append(int(layer[1]))
+      continue
+    number, name_in_layer = match.groups()
+    layers = layers_of.setdefault(f'layers.#.{name_in_layer}', [])
+    layers.append(int(number))
   texts = []
   for name, layers in layers_of.items():
-    texts.append(name.replace('#', _ranges(layers)) if layers else name)
+    text = name
+    if layers:
+      text = name.replace('#', _ranges(layers))
+    texts.append(text)
   return ', '.join(first_of(texts, _SHOWN))
 
 
@@ -33,10 +38,10 @@ def _ranges(numbers: Sequence[int]) -> str:
     else:
       runs.append([number])
   texts = []
-  for run in runs:
-    text = str(run[0])
-    if len(run) > 1:
-      text += f'-{run[-1]}'
+  for first, *others in runs:
+    text = str(first)
+    if others:
+      text += f'-{others[-1]}'
     texts.append(text)
   return ','.join(texts)
 

@@ -50,25 +50,18 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
 
   Arrays that a term of the objective has added are left out.
   """
-  blocks = 1  # of the pattern
-  lower_repeats = 0  # of the pattern, in the layers below the upper part
-  for module, group in params.items():
-    stack = place_of(module)
-    if stack is not None:
-      blocks = max(blocks, stack.block + 1)
-      if not stack.is_upper:
-        repeats = [array.shape[0] for array in group.values()]
-        lower_repeats = max([lower_repeats, *repeats])
-
-  found = []
+  blocks, lower_repeats = _pattern(params)
+  model_leaves = []
   for module, group in params.items():
     if not is_of_model(module):
       continue
     stack = place_of(module)
     for name, array in group.items():
       if stack is None:
-        plain_name = _plain(module.removeprefix('model').strip('/'), name)
-        found.append(Leaf(module, name, array.shape, (plain_name,), False))
+        module_in_model = module.removeprefix('model').strip('/')
+        plain_name = _plain(module_in_model, name)
+        leaf = Leaf(module, name, array.shape, (plain_name,), stacked=False)
+        model_leaves.append(leaf)
         continue
       plain_name = _plain(stack.module, name)
       first_repeat = lower_repeats if stack.is_upper else stack.first
@@ -76,15 +69,33 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
       for repeat in range(array.shape[0]):
         layer = blocks * (first_repeat + repeat) + stack.block
         tensors.append(f'layers.{layer}.{plain_name}')
-      found.append(Leaf(module, name, array.shape, tuple(tensors), True))
-  return found
+      leaf = Leaf(module, name, array.shape, tuple(tensors), stacked=True)
+      model_leaves.append(leaf)
+  return model_leaves
+
+
+def _pattern(params: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
+  """(The blocks of the pattern, its repeats in the layers below the upper part)."""
+  blocks = 1
+  lower_repeats = 0
+  for module, group in params.items():
+    stack = place_of(module)
+    if stack is None:
+      continue
+    blocks = max(blocks, stack.block + 1)
+    if not stack.is_upper:
+      repeats = [array.shape[0] for array in group.values()]
+      lower_repeats = max([lower_repeats, *repeats])
+  return blocks, lower_repeats
 
 
 def _plain(module: str, name: str) -> str:
-  parts = module.replace('/~', '').split('/')
+  below_method = module.replace('/~', '')
+  parts = below_method.split('/')
   path = [part for part in parts if part]
   path.append(name)
-  return _ATTENTION.sub('attention', '.'.join(path))
+  plain_name = '.'.join(path)
+  return _ATTENTION.sub('attention', plain_name)
 
 
 def declared_leaves(parameters: Mapping[str, Mapping[str, Parameter]]) -> list[Leaf]:
@@ -97,21 +108,29 @@ def declared_leaves(parameters: Mapping[str, Mapping[str, Parameter]]) -> list[L
 
 def names_of(parameters: Mapping[str, Mapping[str, Parameter]]) -> dict[str, tuple[str, ...]]:
   """{path in Haiku's params: its `Leaf.tensors`} of declared parameters."""
-  return {f'{leaf.module}/{leaf.name}': leaf.tensors for leaf in declared_leaves(parameters)}
+  names = {}
+  for leaf in declared_leaves(parameters):
+    path = f'{leaf.module}/{leaf.name}'
+    names[path] = leaf.tensors
+  return names
 
 
 def of_params(params: Params) -> dict[str, Tensor]:
   """The tensors of a model, which come to the host when they are read."""
-  found = {}
+  tensors = {}
   for leaf in leaves(params):
     array = params[leaf.module][leaf.name]
-    shape = leaf.shape[1:] if leaf.stacked else leaf.shape
+    shape = leaf.shape
+    if leaf.stacked:
+      _, *rest = shape
+      shape = tuple(rest)
     dtype = name_of_dtype(array.dtype)
+    path = f'{leaf.module}/{leaf.name}'
     for number, name in enumerate(leaf.tensors):
       layer = number if leaf.stacked else None
       read = functools.partial(_part, array, layer)
-      found[name] = Tensor(shape, read, dtype, stored_in=f'{leaf.module}/{leaf.name}')
-  return found
+      tensors[name] = Tensor(shape, read, dtype, stored_in=path)
+  return tensors
 
 
 def _part(array: Any, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
@@ -134,35 +153,52 @@ def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
   Raises a ConfigurationError if an adapter lacks a half or its matrix, or has other sizes.
   """
-
-  def with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-      rows, columns = index
-      every = slice(None)
-      w = forms.wide(whole.read(index))
-      a = forms.wide(down.read((rows, every)))
-      b = forms.wide(up.read((every, columns)))
-      return w + a @ b
-
-    wide = 'F64' if 'F64' in (whole.dtype, down.dtype, up.dtype) else 'F32'
-    return whole._replace(read=read, dtype=wide)
-
-  result = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-  for name in sorted({half[: -len(A)] for half in tensors if is_adapter(half)}):
+  result = {}
+  adapted = set()
+  for name, tensor in tensors.items():
+    if is_adapter(name):
+      adapted.add(name[: -len(A)])
+    else:
+      result[name] = tensor
+  for name in sorted(adapted):
     whole = tensors.get(name)
     down = tensors.get(name + A)
     up = tensors.get(name + B)
     if not whole or not down or not up or not _fit(whole.shape, down.shape, up.shape):
-      shapes = []
-      for part in (name, name + A, name + B):
-        shape = list(tensors[part].shape) if part in tensors else 'missing'
-        shapes.append(f'{part}: {shape}')
+      shapes = _shapes(name, tensors)
       raise ConfigurationError(
-        f'An adapter is not whole, or of another model: {", ".join(shapes)}. Expected a matrix '
+        f'An adapter is not whole, or of another model: {shapes}. Expected a matrix '
         '[inputs, outputs] with halves [inputs, rank] and [rank, outputs]. Fetch all of it.'
       )
-    result[name] = with_adapter(whole, down, up)
+    result[name] = _with_adapter(whole, down, up)
   return result
+
+
+def _with_adapter(whole: Tensor, down: Tensor, up: Tensor) -> Tensor:
+  """A matrix with the product of the halves added."""
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    rows, columns = index
+    every = slice(None)
+    w = forms.wide(whole.read(index))
+    a = forms.wide(down.read((rows, every)))
+    b = forms.wide(up.read((every, columns)))
+    return w + a @ b
+
+  dtypes = (whole.dtype, down.dtype, up.dtype)
+  wide = 'F64' if 'F64' in dtypes else 'F32'
+  return whole._replace(read=read, dtype=wide)
+
+
+def _shapes(name: str, tensors: Mapping[str, Tensor]) -> str:
+  """The shapes of a matrix and of the halves of its adapter, for a message."""
+  shapes = []
+  for part in (name, name + A, name + B):
+    shape = 'missing'
+    if part in tensors:
+      shape = [*tensors[part].shape]
+    shapes.append(f'{part}: {shape}')
+  return ', '.join(shapes)
 
 
 def _fit(whole: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...]) -> bool:

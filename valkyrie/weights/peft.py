@@ -101,7 +101,7 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
 
   names = huggingface.names(config)
   refused = _REFUSED.get(config['model_type'])
-  found: dict[str, np.ndarray] = {}
+  arrays: dict[str, np.ndarray] = {}
   placed: set[str] = set()
   for theirs, group in name_table.joint(names, tensors).items():
     parts = [name for name in group if name in adapted and group[name] is MATRIX]
@@ -117,16 +117,18 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
       ups[name] = halves[name + B]
     blocks = of_arrays(_in_blocks(ups))
     written = name_table.written(names, blocks)
-    down = np.concatenate([halves[name + A] for name in parts], axis=1)
-    module = 'base_model.model.' + _module(config, theirs)
-    found[f'{module}.lora_A.weight'] = np.ascontiguousarray(down.T)
-    found[f'{module}.lora_B.weight'] = written[theirs].whole()
+    downs = [halves[name + A] for name in parts]
+    down = np.concatenate(downs, axis=1)
+    up = written[theirs]
+    module = f'base_model.model.{_module(config, theirs)}'
+    arrays[f'{module}.lora_A.weight'] = np.ascontiguousarray(down.T)
+    arrays[f'{module}.lora_B.weight'] = up.whole()
   left = sorted(adapted - placed)
   if left:
     raise ConfigurationError(
       f'PEFT has no adapter for {listing.over_layers(left)} in a {config["model_type"]}. {_ADVICE}'
     )
-  return of_arrays(found)
+  return of_arrays(arrays)
 
 
 def _module(config: Mapping[str, Any], tensor: str) -> str:

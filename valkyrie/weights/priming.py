@@ -113,7 +113,11 @@ def _check_attention(place: str, layer: str, mixer: str, tensors: Mapping[str, T
   """Raises a ConfigurationError unless the source has attention in a layer."""
   if all(f'{layer}attention.{name}' in tensors for name in _PROJECTIONS):
     return
-  parts = {name.removeprefix(layer).split('.')[0] for name in tensors if name.startswith(layer)}
+  parts = set()
+  for name in tensors:
+    if name.startswith(layer):
+      part, _, _ = name.removeprefix(layer).partition('.')
+      parts.add(part)
   listed = ', '.join(sorted(parts)) or 'no such layer'
   raise ConfigurationError(
     f'{layer.strip(".")} of the model has {mixer}, which needs the attention of {place} there, but '
