@@ -294,9 +294,11 @@ class InitialWeights:
 
 def _misfit(tensor: Tensor, shape: tuple[int, ...], fewest: int) -> str:
   """Why a tensor cannot fill an array of at least the `fewest` rows; '' if it can."""
-  fits = tensor.shape[1:] == shape[1:] and len(tensor.shape) == len(shape)
+  has_rank = len(tensor.shape) == len(shape)
+  fits = has_rank and tensor.shape[1:] == shape[1:]
   if fits and shape:
-    fits = fewest <= tensor.shape[0] <= shape[0]
+    rows = tensor.shape[0]
+    fits = fewest <= rows <= shape[0]
   if not fits:
     return f'found {list(tensor.shape)}, expected {list(shape)}'
   if tensor.dtype not in _DTYPES:

@@ -36,8 +36,10 @@ _DTYPES: Mapping[str, tuple[int, Any]] = {
   'U8': (8, 'u1'),
   'BOOL': (8, '?'),
 }
+_LENGTH_BYTES = 8  # of the number before the header
 _LONGEST_HEADER = 2**25  # bytes: 200,000 tensors; parsed JSON takes up to 30 times its length
 _LONGEST_JSON = 2**25  # bytes of an index or a configuration, for the same reason
+_MOST_DIMENSIONS = 32  # of a tensor
 _BLOCK = 2**24  # bytes that are read at once
 FETCH = 'Fetch it again.'
 
@@ -59,7 +61,12 @@ class Tensor(NamedTuple):
   def T(self) -> 'Tensor':
     """The tensor with its dimensions reversed, as numpy's."""
     shape = self.shape[::-1]
-    return self._replace(shape=shape, read=lambda index: self.read(index[::-1]).T)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      reversed_index = index[::-1]
+      return self.read(reversed_index).T
+
+    return self._replace(shape=shape, read=read)
 
   def whole(self) -> np.ndarray:
     """All of it, read."""
@@ -101,20 +108,25 @@ class TensorFile:
       with foreign.opened(path) as file:
         self._state = _state(file)
         size, _ = self._state
-        length = int.from_bytes(_bytes(file, 0, 8), 'little')
-        if length > min(_LONGEST_HEADER, size - 8):
+        length_bytes = _bytes(file, 0, _LENGTH_BYTES)
+        length = int.from_bytes(length_bytes, 'little')
+        longest = min(_LONGEST_HEADER, size - _LENGTH_BYTES)
+        if length > longest:
           raise ValueError(
             f'its header of {length:,} bytes exceeds {_LONGEST_HEADER:,} or the file'
           )
-        header = foreign.json_object(_bytes(file, 8, length))
-      self.metadata = _texts(header.pop('__metadata__', {}))
+        text = _bytes(file, _LENGTH_BYTES, length)
+        header = foreign.json_object(text)
+      metadata = header.pop('__metadata__', {})
+      self.metadata = _texts(metadata)
       entries = {}
       for name, fields in header.items():
         entries[name] = _entry(name, fields)
-      _check_ranges(entries, size - 8 - length)
+      values_begin = _LENGTH_BYTES + length
+      _check_ranges(entries, size - values_begin)
     self.tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-      begin = 8 + length + entry.begin
+      begin = values_begin + entry.begin
       self.tensors[name] = self._tensor(begin, entry)
 
   def _tensor(self, begin: int, entry: '_Entry') -> Tensor:
@@ -186,19 +198,24 @@ def _entry(name: str, entry: Any) -> _Entry:
   dtype = fields.get('dtype')
   shape = fields.get('shape')
   offsets = fields.get('data_offsets')
-  if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+  are_lists = isinstance(shape, list) and isinstance(offsets, list)
+  if not isinstance(dtype, str) or not are_lists:
     raise ValueError(
       f'{name!r:.80} has {entry!r:.80}, but dtype, shape and data_offsets are needed'
     )
-  are_sizes = all(map(_is_size, (*shape, *offsets)))
-  if len(offsets) != 2 or not are_sizes or len(shape) > 32:
+  numbers = [*shape, *offsets]
+  are_sizes = all(map(_is_size, numbers))
+  is_range = len(offsets) == 2
+  is_array = len(shape) <= _MOST_DIMENSIONS
+  if not (is_range and are_sizes and is_array):
     raise ValueError(f'{name!r:.80} has the shape {shape!r:.80} at the bytes {offsets!r:.80}')
   begin, end = offsets
   size = end - begin
   fits = size >= 0
   if dtype in _DTYPES:
-    bits, _ = _DTYPES[dtype]
-    fits = fits and 8 * size == bits * math.prod(shape)
+    value_bits, _ = _DTYPES[dtype]
+    bits = value_bits * math.prod(shape)
+    fits = fits and 8 * size == bits
   if not fits:
     raise ValueError(f'{name!r:.80}, {dtype!r:.20} {shape!r:.80}, has {size:,} bytes')
   return _Entry(dtype, tuple(shape), begin, end)
@@ -207,8 +224,12 @@ def _entry(name: str, entry: Any) -> _Entry:
 def _check_ranges(entries: Mapping[str, _Entry], size: int) -> None:
   """Raises a ValueError unless the ranges follow one another through all bytes after the header."""
   place = 0
-  in_order = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
-  for name, entry in in_order:
+
+  def by_range(item: tuple[str, _Entry]) -> tuple[int, int]:
+    _, entry = item
+    return entry.begin, entry.end
+
+  for name, entry in sorted(entries.items(), key=by_range):
     if entry.begin != place:
       raise ValueError(f'{name!r:.80} begins at {entry.begin:,}, but {place:,} was expected')
     place = entry.end
@@ -224,9 +245,9 @@ def _part(file: Any, begin: int, entry: _Entry, index: tuple[slice, ...]) -> np.
   if not entry.shape:
     content = _bytes(file, begin, dtype.itemsize)
     return np.frombuffer(content, dtype)[0]
-  rows_wanted, *others = index
-  first, last, _ = rows_wanted.indices(entry.shape[0])
-  inner = entry.shape[1:]
+  wanted_rows, *others = index
+  all_rows, *inner = entry.shape
+  first, last, _ = wanted_rows.indices(all_rows)
   row_bytes = dtype.itemsize * math.prod(inner)
   at_once = _BLOCK // max(1, row_bytes)
   at_once = max(1, at_once)
@@ -235,8 +256,10 @@ def _part(file: Any, begin: int, entry: _Entry, index: tuple[slice, ...]) -> np.
   parts = [no_rows[index_in_block]]
   for row in range(first, last, at_once):
     rows = min(at_once, last - row)
-    content = _bytes(file, begin + row * row_bytes, rows * row_bytes)
-    block = np.frombuffer(content, dtype).reshape(rows, *inner)
+    block_begin = begin + row * row_bytes
+    content = _bytes(file, block_begin, rows * row_bytes)
+    values = np.frombuffer(content, dtype)
+    block = values.reshape(rows, *inner)
     parts.append(block[index_in_block])
   return np.concatenate(parts)
 

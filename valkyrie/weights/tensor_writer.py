@@ -30,16 +30,18 @@ def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor], stem: str 
   if len(files) == 1:
     write_file(folder / f'{stem}{SUFFIX}', tensors, metadata)
     return
-  file_of: dict[str, str] = {}
+  file_of_tensor: dict[str, str] = {}
   for number, names in enumerate(files, start=1):
     file = f'{stem}-{number:05}-of-{len(files):05}{SUFFIX}'
     tensors_of_file = {name: tensors[name] for name in names}
     write_file(folder / file, tensors_of_file, metadata)
-    file_of |= dict.fromkeys(names, file)
+    file_of_tensor |= dict.fromkeys(names, file)
   sizes = [_size(tensor) for tensor in tensors.values()]
+  total = sum(sizes)
+  sorted_items = sorted(file_of_tensor.items())
   index = {
-    'metadata': {'total_size': sum(sizes)},
-    'weight_map': {name: file_of[name] for name in sorted(file_of)},
+    'metadata': {'total_size': total},
+    'weight_map': dict(sorted_items),
   }
   text = json.dumps(index, indent=2)
   index_file = folder / f'{stem}{INDEX_SUFFIX}'
@@ -86,10 +88,15 @@ def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _in_stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
   """The names; those of one stored array follow one another."""
-  place: dict[str, int] = {}
+  places: dict[str, int] = {}
   for tensor in tensors.values():
-    place.setdefault(tensor.stored_in, len(place))
-  return sorted(tensors, key=lambda name: place[tensors[name].stored_in])
+    places.setdefault(tensor.stored_in, len(places))
+
+  def place(name: str) -> int:
+    tensor = tensors[name]
+    return places[tensor.stored_in]
+
+  return sorted(tensors, key=place)
 
 
 def _header(
@@ -111,8 +118,11 @@ def _header(
     tensor = tensors[name]
     places[name] = place
     end = place + _size(tensor)
-    shape = [*map(int, tensor.shape)]
-    fields[name] = {'dtype': tensor.dtype, 'shape': shape, 'data_offsets': [place, end]}
+    fields[name] = {
+      'dtype': tensor.dtype,
+      'shape': [int(size) for size in tensor.shape],
+      'data_offsets': [place, end],
+    }
     place = end
   text = json.dumps(fields).encode()
   padding = -len(text) % 8
@@ -140,8 +150,10 @@ def _blocks(tensor: Tensor) -> Iterator[bytes]:
   others: Sequence[slice] = [slice(None)] * len(inner)
   for row in range(0, rows, at_once):
     end = min(rows, row + at_once)
-    part = np.asarray(tensor.read((slice(row, end), *others)))
-    yield part.astype(dtype, copy=False).tobytes()
+    index = (slice(row, end), *others)
+    part = np.asarray(tensor.read(index))
+    values = part.astype(dtype, copy=False)
+    yield values.tobytes()
 
 
 def _put(file: BinaryIO, content: bytes, place: int) -> None:
