@@ -39,25 +39,37 @@ def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[
   trained = record.get('configuration')
   if not isinstance(trained, dict):
     return []
-  of_run: dict[str, Any] = {}
-  with contextlib.suppress(OSError, ValueError):
-    content = foreign.content(pathlib.Path(model_dir, 'config.json'))
-    of_run = foreign.json_object(content, bindings=dict)['bindings']
-  now = json.loads(json.dumps(bindings()))  # as in the records: tuples become lists
-  computed = computation(of_run)
-  was = {name: value for name, value in of_run.items() if name not in computed}
-  was |= trained
-  names = {name for name in reached({**was, **now}, roots) if _has_effect(name)}
+  bindings_of_run = _recorded_bindings(model_dir)
+  text = json.dumps(bindings())
+  current = json.loads(text)  # as in the records: tuples become lists
+  computed = computation(bindings_of_run)
+  recorded = {name: value for name, value in bindings_of_run.items() if name not in computed}
+  recorded |= trained
+  names = reached({**recorded, **current}, roots)
+  names_with_effect = {name for name in names if _has_effect(name)}
   return differences(
-    {name: value for name, value in was.items() if name in names},
-    {name: value for name, value in now.items() if name in names},
+    _chosen(recorded, names_with_effect),
+    _chosen(current, names_with_effect),
     default_of,
   )
 
 
+def _recorded_bindings(model_dir: str | os.PathLike) -> dict[str, Any]:
+  """The bindings in the config.json of a run; none if it cannot be read."""
+  with contextlib.suppress(OSError, ValueError):
+    content = foreign.content(pathlib.Path(model_dir, 'config.json'))
+    configuration = foreign.json_object(content, bindings=dict)
+    return configuration['bindings']
+  return {}
+
+
+def _chosen(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+  return {name: value for name, value in values.items() if name in names}
+
+
 def _has_effect(name: str) -> bool:
-  part, _, parameter = name.rpartition('.')
-  part = part.rpartition('/')[2]
+  scoped_part, _, parameter = name.rpartition('.')
+  _, _, part = scoped_part.rpartition('/')
   is_of_mode = part in ('Evaluator', *_RUN_MODES)
   if is_of_mode or parameter in _WITHOUT_EFFECT:
     return False

@@ -18,6 +18,7 @@ _KINDS = {
   dict: 'an object',
   list: 'a list',
 }
+_MOST = {int: 2**31, float: sys.float_info.max}  # numbers are below
 # The fields whose null the classes of these models read as a default or as "without".
 _MAY_BE_NULL = (
   'num_key_value_heads',
@@ -73,24 +74,8 @@ class Fields(NamedTuple):
 
 def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
   """Raises a ConfigurationError if a field has another type, or may change what is computed."""
-  for name, values in kinds.required.items():
-    if name in fields and not any(_equal(fields[name], value) for value in values):
-      choices = ' or '.join(json.dumps(value) for value in values)
-      raise ConfigurationError(
-        f'{file} has {name}: {json.dumps(fields[name]):.80}, but Valkyrie computes this class of '
-        f'models only with {choices}. Take a model with it.'
-      )
-  known = {*kinds.used, *kinds.required, *kinds.no_effect}
-  unknown = [
-    f'{json.dumps(name)[1:-1]:.80}: {json.dumps(value):.80}'
-    for name, value in fields.items()
-    if name not in known and not _is_neutral(name, value)
-  ]
-  if unknown:
-    raise ConfigurationError(
-      f'{file} has {", ".join(first_of(unknown, 8))}, which Valkyrie does not compute or does not '
-      'know. Take a model without it. If it has no effect on this model, remove it from the file.'
-    )
+  _check_required(file, fields, kinds)
+  _check_known(file, fields, kinds)
   for name, value in fields.items():
     kind = kinds.used.get(name, object)
     is_null = value is None and name in kinds.nullable
@@ -98,13 +83,43 @@ def check(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
       continue
     is_whole_number = kind is float and type(value) is int
     fits = type(value) is kind or is_whole_number
-    most = {int: 2**31, float: sys.float_info.max}.get(kind)
+    most = _MOST.get(kind)
     if fits and most is not None:
       fits = _is_inside(value, most)
     if not fits:
       raise ConfigurationError(
         f'{file} has {name}: {json.dumps(value):.80}, but {_KINDS[kind]} was expected. {FETCH}'
       )
+
+
+def _check_required(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
+  """Raises a ConfigurationError if a field has none of the values that are computed."""
+  for name, values in kinds.required.items():
+    if name not in fields:
+      continue
+    is_computed = any(_equal(fields[name], value) for value in values)
+    if not is_computed:
+      choices = ' or '.join(json.dumps(value) for value in values)
+      raise ConfigurationError(
+        f'{file} has {name}: {json.dumps(fields[name]):.80}, but Valkyrie computes this class of '
+        f'models only with {choices}. Take a model with it.'
+      )
+
+
+def _check_known(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -> None:
+  """Raises a ConfigurationError if a field is not used, and is not known to be harmless."""
+  known = {*kinds.used, *kinds.required, *kinds.no_effect}
+  unknown = []
+  for name, value in fields.items():
+    if name not in known and not _is_neutral(name, value):
+      quoted_name = json.dumps(name)[1:-1]
+      text = json.dumps(value)
+      unknown.append(f'{quoted_name:.80}: {text:.80}')
+  if unknown:
+    raise ConfigurationError(
+      f'{file} has {", ".join(first_of(unknown, 8))}, which Valkyrie does not compute or does not '
+      'know. Take a model without it. If it has no effect on this model, remove it from the file.'
+    )
 
 
 def check_needed(

@@ -55,20 +55,29 @@ class Facts(NamedTuple):
 
   def difference(self, plan: Plan) -> str:
     """The first binding whose value a plan has otherwise; '' without one."""
-    pairs = [(self.shared, self._expected(plan.shared))]
-    for layer, kind in zip(self.layers, plan.layers, strict=True):
-      expected = self._expected({**plan.shared, **plan.kinds[kind].bindings})
-      expected['Block.mixers'] = plan.kinds[kind].references
-      pairs.append((layer, expected))
-    for number, (values, expected) in enumerate(pairs):
-      for name, value in values.items():
-        if value != expected.get(name):
-          place = f' in layer {number - 1}' if number else ''
-          return f'{name} = {value!r}{place}, where the class has {expected.get(name)!r}'
+    expected = self._expected(plan.shared)
+    difference = _first_difference(self.shared, expected, '')
+    if difference:
+      return difference
+    for number, values in enumerate(self.layers):
+      kind = plan.kinds[plan.layers[number]]
+      expected = self._expected({**plan.shared, **kind.bindings})
+      expected['Block.mixers'] = kind.references
+      difference = _first_difference(values, expected, f' in layer {number}')
+      if difference:
+        return difference
     return ''
 
   def _expected(self, bindings: Mapping[str, Any]) -> Values:
     return _canonical({**self.defaults, **bindings}, self.shared['RMSNorm.epsilon'])
+
+
+def _first_difference(values: Values, expected: Values, place: str) -> str:
+  """The first binding with another value than expected, at a place; '' without one."""
+  for name, value in values.items():
+    if value != expected.get(name):
+      return f'{name} = {value!r}{place}, where the class has {expected.get(name)!r}'
+  return ''
 
 
 def fields_of(layer: Values, owner: str) -> dict[str, Any]:

@@ -63,10 +63,10 @@ def delta_names(
   prefix: str, projections: Mapping[str, str], norm: str, filters: list[list[Piece]]
 ) -> list[Entry]:
   """The tensors of Gated DeltaNet, from {our name: the name there} of its projections."""
-  names = [
-    entry(f'{_GDN}{ours}', MATRIX, f'{prefix}{theirs}.weight')
-    for ours, theirs in projections.items()
-  ]
+  names = []
+  for ours, theirs in projections.items():
+    name = entry(f'{_GDN}{ours}', MATRIX, f'{prefix}{theirs}.weight')
+    names.append(name)
   return [
     *names,
     entry(f'{_GDN}log_rate', SAME, f'{prefix}A_log'),
@@ -78,11 +78,12 @@ def delta_names(
 
 def attention_names(prefix: str, out: str = 'o_proj') -> list[Entry]:
   """The projections of attention."""
-  names = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj', 'out': out}
-  return [
-    entry(f'layers.#.attention.{ours}', MATRIX, f'{prefix}{theirs}.weight')
-    for ours, theirs in names.items()
-  ]
+  projections = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj', 'out': out}
+  names = []
+  for ours, theirs in projections.items():
+    name = entry(f'layers.#.attention.{ours}', MATRIX, f'{prefix}{theirs}.weight')
+    names.append(name)
+  return names
 
 
 def rows(name: str, begin: int, count: int) -> Piece:
@@ -124,9 +125,14 @@ def mamba_names(prefixes: Sequence[str], bindings: Mapping[str, Any]) -> list[En
     spelled('rms_norm.scale', SAME, 'norm.weight'),
     spelled('out', MATRIX, 'out_proj.weight'),
   ]
+  # The rows of one tensor, one kind after the other.
+  widths = {'z': inner, 'xbc': inner + states, 'dt': heads}
   begin = 0
-  for ours, width in (('z', inner), ('xbc', inner + states), ('dt', heads)):
-    pieces = [[rows(f'{prefix}in_proj.weight', begin, width)] for prefix in prefixes]
-    names.append(Entry(f'layers.#.mamba2.{ours}', MATRIX, pieces))
+  for ours, width in widths.items():
+    spellings = []
+    for prefix in prefixes:
+      piece = rows(f'{prefix}in_proj.weight', begin, width)
+      spellings.append([piece])
+    names.append(Entry(f'layers.#.mamba2.{ours}', MATRIX, spellings))
     begin += width
   return names

@@ -195,9 +195,11 @@ def _share(config: Mapping[str, Any]) -> float:
 def _interval(config: Mapping[str, Any]) -> list[str]:
   """The layers without `layer_types`."""
   interval = config.get('full_attention_interval', 4)
-  count = config['num_hidden_layers']
-  is_full = [(number + 1) % interval == 0 for number in range(count)]
-  return ['full_attention' if full else 'linear_attention' for full in is_full]
+  types = []
+  for number in range(1, config['num_hidden_layers'] + 1):
+    is_full = number % interval == 0
+    types.append('full_attention' if is_full else 'linear_attention')
+  return types
 
 
 def _layers(config: Mapping[str, Any]) -> Sequence[str]:
@@ -208,7 +210,6 @@ def _linear_names(config: Mapping[str, Any]) -> list[Entry]:
   keys = config['linear_num_key_heads'] * config['linear_key_head_dim']
   values = config['linear_num_value_heads'] * config['linear_value_head_dim']
   prefix = f'layers.#.{_LINEAR}'
-  joint = [f'{one}{prefix}in_proj_qkv.weight' for one in _PREFIXES]
   names = [
     _entry(f'{_GDN}gate', MATRIX, f'{prefix}in_proj_z.weight'),
     _entry(f'{_GDN}step', MATRIX, f'{prefix}in_proj_a.weight'),
@@ -219,10 +220,15 @@ def _linear_names(config: Mapping[str, Any]) -> list[Entry]:
     _entry(f'{_GDN}norm.scale', SAME, f'{prefix}norm.weight'),
     _entry(f'{_GDN}causal_convolution.filters', parts.FILTERS, f'{prefix}conv1d.weight'),
   ]
+  # The rows of one tensor, one kind after the other.
+  widths = {'query': keys, 'key': keys, 'value': values}
   begin = 0
-  for ours, width in (('query', keys), ('key', keys), ('value', values)):
-    pieces = [[parts.rows(name, begin, width)] for name in joint]
-    names.append(Entry(f'{_GDN}{ours}', MATRIX, pieces))
+  for ours, width in widths.items():
+    spellings = []
+    for spelling in _PREFIXES:
+      piece = parts.rows(f'{spelling}{prefix}in_proj_qkv.weight', begin, width)
+      spellings.append([piece])
+    names.append(Entry(f'{_GDN}{ours}', MATRIX, spellings))
     begin += width
   return names
 
@@ -230,7 +236,7 @@ def _linear_names(config: Mapping[str, Any]) -> list[Entry]:
 def _attention_names(config: Mapping[str, Any]) -> list[Entry]:
   """Each head has its rows of queries, and after them those of its gate."""
   width = config['head_dim']
-  starts = [2 * head * width for head in range(config['num_attention_heads'])]
+  heads = range(config['num_attention_heads'])
   prefix = 'layers.#.self_attn.'
   ours = 'layers.#.attention.'
   names = [
@@ -241,7 +247,13 @@ def _attention_names(config: Mapping[str, Any]) -> list[Entry]:
     _entry(f'{ours}key_norm.scale', CENTRED, f'{prefix}k_norm.weight'),
   ]
   for name, offset in (('query', 0), ('gate', width)):
-    ranges = [(start + offset, start + offset + width) for start in starts]
-    pieces = [[Piece(f'{one}{prefix}q_proj.weight', ranges)] for one in _PREFIXES]
-    names.append(Entry(f'{ours}{name}', MATRIX, pieces))
+    ranges = []
+    for head in heads:
+      begin = 2 * head * width + offset
+      ranges.append((begin, begin + width))
+    spellings = []
+    for spelling in _PREFIXES:
+      piece = Piece(f'{spelling}{prefix}q_proj.weight', ranges)
+      spellings.append([piece])
+    names.append(Entry(f'{ours}{name}', MATRIX, spellings))
   return names
