@@ -132,16 +132,7 @@ class MixedRow:
     """The stage that begins after so many tokens and units of every source, int64 [2, sources]."""
     places = before[0]
     begin = int(places.sum())
-    begun = []
-    for position, weights in self._changes:
-      if position <= begin:
-        begun.append(weights)
-    weights = np.asarray(begun[-1], float)
-    is_read = []
-    for source, place in zip(self._sources, places, strict=True):
-      has_ended = source.end is not None and place >= source.end
-      is_read.append(has_ended)
-    weights = np.where(is_read, 0.0, weights)
+    weights = self._weights(begin, places)
     delays = np.zeros(len(weights))
     for number in np.flatnonzero(weights).tolist():
       source = self._sources[number]
@@ -153,26 +144,37 @@ class MixedRow:
       weights = weights / weights.sum()
     return _Stage(begin, before, weights, delays)
 
+  def _weights(self, begin: int, places: np.ndarray) -> np.ndarray:
+    """The weights from a place of the row on; 0 for sources that end at their `places`."""
+    begun = []
+    for position, weights in self._changes:
+      if position <= begin:
+        begun.append(weights)
+    has_ended = []
+    for source, place in zip(self._sources, places, strict=True):
+      is_at_end = source.end is not None and place >= source.end
+      has_ended.append(is_at_end)
+    latest = np.asarray(begun[-1], float)
+    return np.where(has_ended, 0.0, latest)
+
   def _following(self, stage: _Stage) -> _Stage | None:
     """The stage after one: where the next weights begin, or the first source ends."""
     if not stage.active:
       return None
     candidates = self._first_end(stage)
-    changes = []
-    for position, _ in self._changes:
-      if position > stage.begin:
-        changes.append(position)
-    if changes:
-      change = changes[0]
-      ends_before = [piece.end < change for piece in candidates]
-      if not any(ends_before):
+    later_changes = [position for position, _ in self._changes if position > stage.begin]
+    if later_changes:
+      change = later_changes[0]
+      ends_before = any(piece.end < change for piece in candidates)
+      if not ends_before:
         candidates += self._pieces(stage, change - 1, change)
     if not candidates:
       return None
     last = min(candidates, key=lambda piece: piece.start)
     before = last.before.copy()
-    before[0, last.source] += last.length
-    before[1, last.source] += last.parts
+    tokens, units = before
+    tokens[last.source] += last.length
+    units[last.source] += last.parts
     return self._stage(before)
 
   def _first_end(self, stage: _Stage) -> list[Piece]:
@@ -200,10 +202,15 @@ class MixedRow:
     begin_in_stage = begin - stage.begin
     end_in_stage = end - stage.begin
     low = begin_in_stage - 2 * longest - 1
+    low = max(0, low)
     high = end_in_stage + longest + 1
-    window = self._window(stage, max(0, low), high)
-    until_end = [piece for piece in window if piece.start < end]
-    return [piece for piece in until_end if piece.end > begin]
+    window = self._window(stage, low, high)
+    pieces = []
+    for piece in window:
+      begins_before_end = piece.start < end
+      if begins_before_end and piece.end > begin:
+        pieces.append(piece)
+    return pieces
 
   def _window(self, stage: _Stage, low: float, high: float) -> list[Piece]:
     """The units with times from low to high, in order."""
@@ -222,13 +229,7 @@ class MixedRow:
     sources = sources[order]
     lengths = lengths[order]
     parts = parts[order]
-    numbers = np.arange(len(self._sources))
-    is_source = sources[:, None] == numbers
-    tokens = is_source * lengths[:, None]
-    units = is_source * parts[:, None]
-    read = np.stack([tokens, units], axis=1)
-    read_until = before + np.cumsum(read, axis=0)
-    read_before = read_until - read  # [units, 2, sources]
+    read_before = self._read_before(before, sources, lengths, parts)
     tokens_before = read_before[:, 0]
     starts = tokens_before.sum(axis=1)
     scalars = np.stack([sources, starts, lengths, parts], axis=1)
@@ -239,6 +240,25 @@ class MixedRow:
       pieces.append(piece)
     return pieces
 
+  def _read_before(
+    self,
+    before: np.ndarray,
+    sources: np.ndarray,
+    lengths: np.ndarray,
+    parts: np.ndarray,
+  ) -> np.ndarray:
+    """Tokens and units of every source before each unit, [units, 2, sources].
+
+    `before`, [2, sources], is what was read before the first unit.
+    """
+    numbers = np.arange(len(self._sources))
+    is_source = sources[:, None] == numbers
+    tokens = is_source * lengths[:, None]
+    units = is_source * parts[:, None]
+    read = np.stack([tokens, units], axis=1)
+    read_until = before + np.cumsum(read, axis=0)
+    return read_until - read
+
   def _window_of_source(self, stage: _Stage, number: int, low: float, high: float) -> _Window:
     """The units of one source with times from low to high."""
     source = self._sources[number]
@@ -248,20 +268,23 @@ class MixedRow:
     low_place = start + low * weight
     high_place = start + high * weight
     first = math.floor(low_place) - 1
+    first = max(place, first)
     last = math.ceil(high_place) + 2
     last += source.longest_unit  # at least one more unit
-    units = source.units(max(place, first), last)
+    units = source.units(first, last)
     times = self._times(stage, number, units)
     begin = np.searchsorted(times, low, 'left')
     end = np.searchsorted(times, high, 'right')
     tokens_before = units.starts[begin]
     units_before = units.numbers[begin]
-    before = np.array([tokens_before, units_before])
     inside = slice(begin, end)
-    sources = np.full(end - begin, number)
-    lengths = units.lengths[inside]
-    parts = units.parts[inside]
-    return _Window(times[inside], sources, lengths, parts, before)
+    return _Window(
+      times=times[inside],
+      sources=np.full(end - begin, number),
+      lengths=units.lengths[inside],
+      parts=units.parts[inside],
+      before=np.array([tokens_before, units_before]),
+    )
 
   def _times(self, stage: _Stage, number: int, units: Units) -> np.ndarray:
     place = stage.before[0, number]

@@ -52,19 +52,18 @@ class ArrayFile:
     except OSError as error:
       raise unreadable(path, error) from error
     if file_dtype != dtype or not _fits(file_shape, shape):
-      sizes = []
-      for size in shape:
-        sizes.append('any' if size is None else size)
+      sizes = ['any' if size is None else size for size in shape]
       raise DataError(
         f'{path} is corrupt: it has {file_dtype} {list(file_shape)}, but {dtype} {sizes} was '
         f'written. {REBUILD}'
       )
-    self._row = file_shape[1:]
+    length, *row = file_shape
+    self._row = tuple(row)
     values_of_row = int(np.prod(self._row, dtype=np.int64))
     self._row_bytes = dtype.itemsize * values_of_row
-    self.length = int(file_shape[0])
-    end = self._begin + self.length * self._row_bytes
-    if end > self._size:
+    self.length = int(length)
+    array_bytes = self.length * self._row_bytes
+    if self._begin + array_bytes > self._size:
       raise self._truncated(self._size)
     self._version: tuple[int, int] | None = None  # inode and time
     self.changes = 0

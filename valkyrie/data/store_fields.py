@@ -36,19 +36,13 @@ def check(information: Mapping[str, Any]) -> None:
   )
   vocabulary = information['vocabulary']
   foreign.fields(vocabulary, fingerprint=str, size=int, eos_id=int)
-  shards = information['shards']
-  for shard in shards:
+  for shard in information['shards']:
     foreign.fields(shard, name=str, documents=int, tokens=int, files=dict)
     check_files(shard['files'])
   if 'duplicates' in information:
     duplicates = information['duplicates']
     foreign.fields(duplicates, bytes=int, sha256=str, documents=int, name=str | None)
-  for name in ('documents', 'tokens'):
-    counts = [shard[name] for shard in shards]
-    total = information[name]
-    is_counted = total != 0 and total == sum(counts)
-    if not is_counted or min(counts) < 0:
-      raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {total}')
+  _check_sums(information)
   is_without_text = information['text_bytes'] < 1
   is_without_tokens = vocabulary['size'] < 1
   if is_without_text or is_without_tokens:
@@ -61,6 +55,17 @@ def check(information: Mapping[str, Any]) -> None:
   origin = information.get('origin')
   if origin is not None:
     _check_origin(origin)
+
+
+def _check_sums(information: Mapping[str, Any]) -> None:
+  """Raises a ValueError unless the documents and tokens of the shards add up to those of all."""
+  for name in ('documents', 'tokens'):
+    counts = [shard[name] for shard in information['shards']]
+    total = information[name]
+    is_sum = total == sum(counts)
+    is_negative = any(count < 0 for count in counts)
+    if total == 0 or not is_sum or is_negative:
+      raise ValueError(f'its shards have {counts!r:.80} {name}, and it has {total}')
 
 
 def check_counts(counts: Mapping[str, int]) -> None:

@@ -223,22 +223,32 @@ def _copy(remote: _RemoteStore, files: Mapping[str, dict[str, Any]], local: path
     interval = 0.2
   with tqdm.tqdm(total=size, unit='B', unit_scale=True, mininterval=interval) as bar:
     for name, recorded in missing.items():
-      digest = hashlib.sha256()
-      lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
-      file = local / name
-      file.parent.mkdir(exist_ok=True)
-      with owned.new_file(file) as stream:
-        for block in remote.blocks(name, lacks, recorded['bytes']):
-          stream.write(block)
-          digest.update(block)
-          bar.update(len(block))
-          heartbeat.beat()
-        copied_hash = digest.hexdigest()
-        if copied_hash != recorded['sha256']:
-          raise DataError(
-            f'{remote}/{name} has the SHA-256 {copied_hash}, but {recorded["sha256"]} is '
-            f'recorded in its {STORE_FILE}. {_UPLOAD}'
-          )
+      _copy_file(remote, name, recorded, local / name, bar)
+
+
+def _copy_file(
+  remote: _RemoteStore,
+  name: str,
+  recorded: Mapping[str, Any],
+  file: pathlib.Path,
+  bar: tqdm.tqdm,
+) -> None:
+  """Copies a file with this entry in store.json; raises a DataError if it has another hash."""
+  digest = hashlib.sha256()
+  lacks = f'{remote} lacks {name}, which its {STORE_FILE} records. {_UPLOAD}'
+  file.parent.mkdir(exist_ok=True)
+  with owned.new_file(file) as stream:
+    for block in remote.blocks(name, lacks, recorded['bytes']):
+      stream.write(block)
+      digest.update(block)
+      bar.update(len(block))
+      heartbeat.beat()
+    copied_hash = digest.hexdigest()
+    if copied_hash != recorded['sha256']:
+      raise DataError(
+        f'{remote}/{name} has the SHA-256 {copied_hash}, but {recorded["sha256"]} is '
+        f'recorded in its {STORE_FILE}. {_UPLOAD}'
+      )
 
 
 def _shown(address: str) -> str:

@@ -102,12 +102,12 @@ class StoreWriter:
         with owned.new_folder(folder, replaces=replaces) as temporary:
           counts = shard_arrays.write(temporary, self.selection, shard, documents, report)
           arrays = sorted(temporary.glob('*.npy'))
-          files = {file.name: _recorded(file) for file in arrays}
           record = self._information() | counts
           record['name'] = folder.name
-          record['files'] = files
+          record['files'] = {file.name: _recorded(file) for file in arrays}
           record['sha256'] = token_store.content_hash(record)
-          whole_file.write(temporary / SHARD_FILE, _json(record))
+          file = temporary / SHARD_FILE
+          whole_file.write(file, _json(record))
       except FileExistsError:  # without locks, another process was faster
         self._read_shard(folder)
 
@@ -151,23 +151,24 @@ class StoreWriter:
     information['origin'] = origin
     with write_errors(self.path):
       lengths = _lengths(folders, shards)
-      fingerprinted: list[Any] = [shard['files'] for shard in shards]
+      content: list[Any] = [shard['files'] for shard in shards]
       if self.selection.unique:
         hashes = _hashes(folders, shards)
         stays = _first_of_equals(hashes)
         lengths = lengths[stays]
         numbers = np.flatnonzero(~stays)
         duplicates, file = self._write_duplicates(numbers)
-        fingerprinted.append(duplicates)
+        content.append(duplicates)
         information['duplicates'] = duplicates
         if self.generation:
           information['duplicates'] = duplicates | {'name': file.name}
-      fingerprinted_codec = [information['vocabulary'], fingerprinted]
-      information['fingerprint'] = token_store.content_hash(fingerprinted_codec)
+      codec_and_content = [information['vocabulary'], content]
+      information['fingerprint'] = token_store.content_hash(codec_and_content)
       information['lengths'] = _histogram(lengths)
       digest = token_store.content_hash(information)
       whole = information | {'sha256': digest}
-      whole_file.write(self.path / STORE_FILE, _json(whole))
+      store_file = self.path / STORE_FILE
+      whole_file.write(store_file, _json(whole))
       self._delete_what_is_not_needed(superseded)
       if superseded_file is not None:
         owned.delete_file(superseded_file)

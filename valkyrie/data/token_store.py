@@ -22,7 +22,7 @@ Arrays are plain .npy files, which any numpy opens; a slice of a document is one
 `store_writer` writes a store, `verify` reads every byte of one again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import logging
@@ -106,17 +106,21 @@ class TokenStore:
 
     # Numbers of the documents that are not duplicates; None if all stay.
     self._numbers = self._read_kept()
-    kept = self._numbers
-    if self._numbers is None:
-      kept = slice(None)
-    self._starts = np.concatenate(starts)[kept]
-    self.lengths = np.concatenate(lengths)[kept]
-    self.sequence_keys = np.concatenate(keys)[kept]
-    self.prompts = np.concatenate(prompts)[kept]
+    self._starts = self._kept(starts)
+    self.lengths = self._kept(lengths)
+    self.sequence_keys = self._kept(keys)
+    self.prompts = self._kept(prompts)
     self.later_prompts = np.concatenate(later_prompts)
     self.tokens = int(self.lengths.sum())
     self._checked = np.zeros(len(self.lengths), np.uint8)  # _INTACT or _DAMAGED once read
     self._changes = 0  # changes of the files that `_checked` takes into account
+
+  def _kept(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """An array of all shards, without the duplicates."""
+    stored = np.concatenate(parts)
+    if self._numbers is None:
+      return stored
+    return stored[self._numbers]
 
   def _counted_before(self, name: str) -> np.ndarray:
     """The documents or tokens before each shard, and all of them, int [shards + 1]."""
@@ -248,15 +252,16 @@ class TokenStore:
     stored = self._stored(document)
     number = int(stored - self._first_documents[shard])
     begin = int(self._starts[document])
-    end = begin + int(self.lengths[document])
-    tokens = self._tokens[shard].read(begin, end)
+    length = int(self.lengths[document])
+    tokens = self._tokens[shard].read(begin, begin + length)
     place = f'document {number} of {shard_name} in the token store {self.path}'
     largest = tokens.max()
     if largest >= self._vocabulary_size:
       return f'{place} has the token {largest}, but there are {self._vocabulary_size} ids'
     content = tokens.tobytes()
     digest = hashlib.blake2b(content, digest_size=16).digest()
-    recorded = self._hashes[shard].read(number, number + 1)
+    hashes = self._hashes[shard]
+    recorded = hashes.read(number, number + 1)
     if digest != recorded.tobytes():
       return f'{place} does not have the hash recorded when it was written'
     return None
