@@ -53,15 +53,18 @@ def npy_rows(stream: Any, file: str, part: int, parts: int) -> Iterator[tuple[in
   begin = stream.tell()
   row_bytes = columns * dtype.itemsize
   expected = begin + rows * row_bytes
-  found = stream.seek(0, 2)
-  if found != expected:
-    raise ValueError(f'it has {found:,} bytes, and its shape {shape} needs {expected:,}')
+  size = stream.seek(0, 2)
+  if size != expected:
+    raise ValueError(f'it has {size:,} bytes, and its shape {shape} needs {expected:,}')
   first = rows * part // parts
   end = rows * (part + 1) // parts
-  stream.seek(begin + first * row_bytes)
-  at_once = max(1, _AT_ONCE // max(1, row_bytes))
+  place = begin + first * row_bytes
+  stream.seek(place)
+  at_once = _AT_ONCE // max(1, row_bytes)
+  at_once = max(1, at_once)
   for number in range(first, end, at_once):
     count = min(at_once, end - number)
     content = stream.read(count * row_bytes)
     values = np.frombuffer(content, dtype)
-    yield from enumerate(values.reshape(count, columns), number)
+    block = values.reshape(count, columns)
+    yield from enumerate(block, number)

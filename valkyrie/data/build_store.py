@@ -193,7 +193,6 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
   documents = information['documents']
   tokens = information['tokens']
   ratio = information['text_bytes'] / tokens
-  fingerprint = information['fingerprint']
   lines = [f'{documents:,} documents, {tokens:,} tokens, {ratio:.2f} bytes of text a token']
   skipped = information['skipped_empty'] + information['skipped_one_token']
   if skipped:
@@ -202,15 +201,23 @@ def _statistics(information: Mapping[str, Any]) -> list[str]:
     duplicates = information['duplicates']['documents']
     documents -= duplicates
     lines.append(f'{duplicates:,} documents are equal to an earlier one and were dropped')
+  lines += _lengths(information['lengths'], documents)
+  fingerprint = information['fingerprint']
+  lines.append(f'fingerprint {fingerprint}')
+  return lines
+
+
+def _lengths(lengths: Mapping[str, int], documents: int) -> list[str]:
+  """A line for each number of tokens that documents have, by powers of two."""
   counts = {}
-  for begin, count in information['lengths'].items():
+  for begin, count in lengths.items():
     counts[int(begin)] = count
+  lines = []
   for begin, count in sorted(counts.items()):
     last = 2 * begin - 1
     share = count / documents
     bounds = f'{begin:>12,} to {last:>12,} tokens'
     lines.append(f'{bounds}: {count:,} documents, {share:.1%}')
-  lines.append(f'fingerprint {fingerprint}')
   return lines
 
 

@@ -284,9 +284,12 @@ class GeneratedSource(DocumentSource):
 
   def documents(self, split: str, shard: int, shards: int) -> Iterator[TextDocument]:
     count, _ = self._problems[split]
-    for number in range(count * shard // shards, count * (shard + 1) // shards):
+    begin = count * shard // shards
+    end = count * (shard + 1) // shards
+    for number in range(begin, end):
+      key = str(number)
       for problem in self._problem(split, number):
-        yield TextDocument(problem.answer, str(number), str(number), prompt=problem.prompt)
+        yield TextDocument(problem.answer, key, key, prompt=problem.prompt)
 
   def describe(self, split: str) -> dict[str, Any]:
     count, _ = self._problems[split]

@@ -49,18 +49,20 @@ def json_values(lines: Any, path: str, *, may_be_one: bool) -> Iterator[tuple[st
   each = foreign.lines(lines, longest)
   begin = [next(each, b'')]
   while may_be_one and begin[-1].isspace():
-    begin.append(next(each, b''))
-  if may_be_one and not _is_value(begin[-1], dict):
+    blank_or_first = next(each, b'')
+    begin.append(blank_or_first)
+  first = begin[-1]
+  if may_be_one and not _is_value(first, dict):
     content = b''.join([*begin, *each])
     members = parsed(content, path)
     if not isinstance(members, list):
       members = [members]
-    for number, member in enumerate(members):
-      yield f'Member {number + 1} of {path}', member
+    for number, member in enumerate(members, 1):
+      yield f'Member {number} of {path}', member
     return
   all_lines = itertools.chain(begin, each)
-  for number, line in enumerate(all_lines):
-    yield f'Line {number + 1} of {path}', line
+  for number, line in enumerate(all_lines, 1):
+    yield f'Line {number} of {path}', line
 
 
 def is_json(content: bytes) -> bool:

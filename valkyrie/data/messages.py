@@ -81,14 +81,16 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
   message = _without_nulls(given)
-  if 'from' in message and 'role' not in message:
+  is_of_sharegpt = 'from' in message and 'role' not in message
+  if is_of_sharegpt:
     message['role'] = message.pop('from')
     message['content'] = message.pop('value', None)
   role = message.get('role')
   message['role'] = _ROLES.get(str(role), role)
   if 'function_call' in message:
     function = message.pop('function_call')
-    message.setdefault('tool_calls', [_as_call(function)])
+    call = _as_call(function)
+    message.setdefault('tool_calls', [call])
   if 'tool_calls' in message:
     calls = _listed(message['tool_calls'], place)
     message['tool_calls'] = [_call(call, place) for call in calls]
@@ -96,8 +98,8 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
   if isinstance(content, list):
     texts = [_text(part, place) for part in content]
     message['content'] = ''.join(texts)
-  more = [name for name in SAID if name in message]
-  if content is None and more:
+  says_more = any(name in message for name in SAID)
+  if content is None and says_more:
     message['content'] = ''
   _check_flags(message, place)
   return message

@@ -102,19 +102,21 @@ class Records:
       )
     self._groups: list[tuple[SourceFile, int]] = []  # row groups of parquet; -1 is a whole file
     for file in self.files.files:
-      kind = self._kind(file)
-      if not file.size and kind in _OF_ROWS:
-        raise DataError(f'{file} is empty. {REPAIR}')
-      if kind == '.parquet':
-        for group in self._row_groups(file):
-          self._groups.append((file, group))
-        continue
-      if kind not in _OF_ROWS:
-        self._present(['text'], str(file))
-      self._groups.append((file, -1))
+      self._groups += self._groups_of(file)
     if not self._groups:
       first, *_ = self.files.files
       raise DataError(f'{first} is empty: it has no rows, nor has any other file. {REPAIR}')
+
+  def _groups_of(self, file: SourceFile) -> list[tuple[SourceFile, int]]:
+    """The groups of a file; raises a DataError if it is empty, or lacks a column."""
+    kind = self._kind(file)
+    if not file.size and kind in _OF_ROWS:
+      raise DataError(f'{file} is empty. {REPAIR}')
+    if kind == '.parquet':
+      return [(file, group) for group in self._row_groups(file)]
+    if kind not in _OF_ROWS:
+      self._present(['text'], str(file))
+    return [(file, -1)]
 
   def rows(self, part: int, parts: int) -> Iterator[Row]:
     """The rows of one of `parts` parts; each row is in exactly one part."""

@@ -185,7 +185,7 @@ class SourceFiles:
         by_name[name] = info
       chosen = self._wanted(by_name)
     self.root = root or '.'
-    files = sorted(map(self._file, chosen))
+    files = sorted(self._file(info) for info in chosen)
     self._check_revisions(files)
     unique_files = self._once(files)
     return self.root, self._of_split(unique_files, pattern)

@@ -71,11 +71,7 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
   stems: the path of each file below the source, without the suffixes of its format.
   rows: the files that hold rows.
   """
-  siblings: dict[str, set[tuple[str, ...]]] = {}  # words of the names in each folder
-  for stem in stems.values():
-    for path in _paths_of(stem):
-      folder, name = posixpath.split(path)
-      siblings.setdefault(folder, set()).add(words_of(name))
+  siblings = _words_by_folder(stems)
   with_training: set[str] = set()
   for folder, names in siblings.items():
     words_of_folder = itertools.chain.from_iterable(names)
@@ -102,6 +98,17 @@ def named(stems: Mapping[str, str], rows: Collection[str]) -> Named:
     elif may_tell:
       doubtful.append(file)
   return Named(splits, doubtful)
+
+
+def _words_by_folder(stems: Mapping[str, str]) -> dict[str, set[tuple[str, ...]]]:
+  """The words of the names in each folder."""
+  names_by_folder: dict[str, set[tuple[str, ...]]] = {}
+  for stem in stems.values():
+    for path in _paths_of(stem):
+      folder, name = posixpath.split(path)
+      names = names_by_folder.setdefault(folder, set())
+      names.add(words_of(name))
+  return names_by_folder
 
 
 def spelled(pattern: str) -> set[str]:

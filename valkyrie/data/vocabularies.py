@@ -90,8 +90,9 @@ class ByteVocabulary(Vocabulary):
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text, without special ids, and with U+FFFD for bytes that are not UTF-8."""
-    kept = bytes(i - self._first for i in ids if self._first <= i < self.size)
-    return kept.decode('utf-8', errors='replace')
+    values = [number - self._first for number in ids if self._first <= number < self.size]
+    content = bytes(values)
+    return content.decode('utf-8', errors='replace')
 
 
 class FileVocabulary(Vocabulary):
@@ -164,9 +165,11 @@ class SentencePieceVocabulary(FileVocabulary):
       )
     self._eos = self._processor.IdToPiece(self.eos_id)
     config = tokenizer_config.read_config(path)
-    usual = _WITH_BOS.fullmatch(str(config.get('tokenizer_class')))
+    tokenizer_class = str(config.get('tokenizer_class'))
+    usual = _WITH_BOS.fullmatch(tokenizer_class)
     if config.get('add_bos_token', usual):
-      self.bos = (tokenizer_config.bos_id(path, self._processor.bos_id()),)
+      bos = tokenizer_config.bos_id(path, self._processor.bos_id())
+      self.bos = (bos,)
 
   def _encode(self, text: str) -> list[int]:
     return self._processor.EncodeAsIds(text)
@@ -206,7 +209,9 @@ class HuggingFaceVocabulary(FileVocabulary):
     if adds_bos is None:
       self.bos = self._first_of_texts(ids)
     elif adds_bos:
-      self.bos = (tokenizer_config.bos_id(path, ids.get(config.get('bos_token', ''))),)
+      bos_name = config.get('bos_token', '')
+      bos = tokenizer_config.bos_id(path, ids.get(bos_name))
+      self.bos = (bos,)
 
   def _switch_off(self, path: pathlib.Path) -> None:
     """Switches off what cuts, pads or varies the ids of a text, or makes an EOS of it."""
@@ -350,13 +355,13 @@ def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
   """
   if vocabulary.file is None:
     return
-  names = {vocabulary.file.name: TOKENIZER + vocabulary.file.suffix}
   source = vocabulary.file.parent
+  codec = f'{TOKENIZER}{vocabulary.file.suffix}'
   files = [vocabulary.file, source / tokenizer_config.NAME, *template_files.found(source)]
   for file in files:
     if file.is_file():
-      name = str(file.relative_to(source))
-      _copy(file, folder / names.get(name, name), tokenizer_file.LARGEST)
+      name = codec if file == vocabulary.file else str(file.relative_to(source))
+      _copy(file, folder / name, tokenizer_file.LARGEST)
   for name in _FOR_OTHERS:
     file = source / name
     if not os.path.lexists(file):
