@@ -128,18 +128,23 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
   """
   gin_flags = [argument for argument in arguments if argument.startswith('--gin.')]
   for flag in gin_flags:
-    if not flag.removeprefix('--gin.').partition('=')[2]:
+    _, _, value = flag.removeprefix('--gin.').partition('=')
+    if not value:
       raise UsageError(f'{flag}: expected --gin.NAME=VALUE, with = and without spaces')
-    if flag.encode(errors='ignore').decode() != flag:
+    utf8 = flag.encode(errors='ignore')
+    if utf8.decode() != flag:
       raise UsageError(f'{flag!a} is not UTF-8: set the locale of the terminal to UTF-8')
   parser = _parser()
   others = [flag for flag in arguments if flag not in gin_flags]
   flags, unknown = parser.parse_known_args(others)
   if unknown:
-    name = unknown[0].partition('=')[0]
-    known = [option for action in parser._actions for option in action.option_strings]
+    first, *_ = unknown
+    name, _, _ = first.partition('=')
+    known = []
+    for action in parser._actions:
+      known += action.option_strings
     hint = did_you_mean(name, known)
-    raise UsageError(f'{unknown[0]}: unknown flag.{hint} Try --help.')
+    raise UsageError(f'{first}: unknown flag.{hint} Try --help.')
   _check(flags)
   return flags, gin_flags
 

@@ -194,14 +194,7 @@ class BucketSteps:
       # An interrupted save may have left objects there.
       self._delete_safely([target], unfinished=[*unfinished, step])
       self._bucket.copy(saved.objects, source, target)
-      names = saved.names()
-      saved_digests = saved.digests(names, manifest.MD5)
-      digests = dict(zip(names, saved_digests, strict=True))
-      digests['record.json'] = hashlib.md5(record).hexdigest()
-      self._bucket.write(target + 'record.json', record, replaces=0)
-      text = manifest.content(step, digests)
-      manifest_name = manifest.name(manifest.MD5)
-      self._bucket.write(target + manifest_name, text, replaces=0)
+      self._write_manifest(saved, step, record)
       damage = manifest.damage(self.files(step), step)
       if damage:
         raise OSError(f'{self.path(step)} is not what was saved: {damage}')
@@ -211,6 +204,18 @@ class BucketSteps:
     steps = [*self.find(), step]
     self._lock.update(steps=steps, unfinished=unfinished)
     self._bucket.delete(saved.objects)
+
+  def _write_manifest(self, saved: BucketFiles, step: int, record: bytes) -> None:
+    """Writes the record and the manifest of a step with these files."""
+    names = saved.names()
+    digests_of_names = saved.digests(names, manifest.MD5)
+    digests = dict(zip(names, digests_of_names, strict=True))
+    digests['record.json'] = hashlib.md5(record).hexdigest()
+    target = _folder(step)
+    self._bucket.write(f'{target}record.json', record, replaces=0)
+    text = manifest.content(step, digests)
+    manifest_name = manifest.name(manifest.MD5)
+    self._bucket.write(target + manifest_name, text, replaces=0)
 
   def is_saved(self, step: int) -> bool:
     return bool(manifest.recorded(self.files(step), step))

@@ -191,14 +191,14 @@ def _parsed(algorithm: str, text: bytes, step: int) -> dict[str, str]:
   title = f'# step {step}\n'.encode()
   if lines[0] != title:
     raise ValueError(f'{manifest_name} belongs to another step')
-  pairs = []
-  for line in lines[1:-1]:
-    pairs.append(line.rstrip(b'\n').partition(b'  '))
-  try:
-    digests = {file.decode(): digest.decode() for digest, _, file in pairs}
-  except UnicodeDecodeError:
-    digests = {}
-  if len(digests) < len(pairs) or '' in digests:
+  lines_of_files = sealed_lines[1:]
+  digests = {}
+  for line in lines_of_files:
+    content = line.rstrip(b'\n')
+    digest, _, file = content.partition(b'  ')
+    with contextlib.suppress(UnicodeDecodeError):
+      digests[file.decode()] = digest.decode()
+  if len(digests) < len(lines_of_files) or '' in digests:
     raise ValueError(f'{manifest_name} has other lines than digests and names')
   return digests
 

@@ -289,11 +289,15 @@ def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
   losses = {}
   for step in saved:
     with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
-      of_step = record(steps, step)
-      loss = of_step.get('validation_loss')
+      record_of_step = record(steps, step)
+      loss = record_of_step.get('validation_loss')
       if isinstance(loss, float) and math.isfinite(loss):
         losses[step] = loss
-  return sorted(losses, key=lambda step: (losses[step], step))
+
+  def loss_and_step(step: int) -> tuple[float, int]:
+    return losses[step], step
+
+  return sorted(losses, key=loss_and_step)
 
 
 def superseded(

@@ -53,13 +53,12 @@ def computation(bindings: Mapping[str, Any]) -> dict[str, Any]:
   referrers: dict[str, set[str]] = {}  # the bindings that refer to the part of each binding
   for name in bound:
     configurable, _, parameter = name.rpartition('.')
-    scope, selector = _scope_and_selector(configurable)
+    _, selector = _scope_and_selector(configurable)
     if parameter in _declared(selector):
       left_out.add(name)
     referrers[name] = set()
     for reference in references:
-      is_in_scope = reference.scope[: len(scope)] == scope
-      if reference.selector == selector and is_in_scope:
+      if _sets(name, reference):
         referrers[name].add(reference.binding)
   # A binding that is left out may be the last one that refers to a further part.
   while True:
@@ -87,9 +86,7 @@ def reached(bindings: Mapping[str, Any], roots: Collection[str]) -> set[str]:
     leading = [reference for reference in references if reference.binding in names]
     more: set[str] = set()
     for name in bound:
-      configurable, _, _ = name.rpartition('.')
-      scope, selector = _scope_and_selector(configurable)
-      if any(one.selector == selector and one.scope[: len(scope)] == scope for one in leading):
+      if any(_sets(name, reference) for reference in leading):
         more.add(name)
     if more <= names:
       return names & bindings.keys()
@@ -102,6 +99,14 @@ class _Reference(NamedTuple):
   binding: str
   scope: list[str]
   selector: str
+
+
+def _sets(name: str, reference: _Reference) -> bool:
+  """Whether a binding of this name applies to the part to which a reference leads."""
+  configurable, _, _ = name.rpartition('.')
+  scope, selector = _scope_and_selector(configurable)
+  is_in_scope = reference.scope[: len(scope)] == scope
+  return reference.selector == selector and is_in_scope
 
 
 def _references(bindings: Mapping[str, Any]) -> Iterator[_Reference]:

@@ -22,7 +22,9 @@ def differences(
     value_before = was.get(name, default)
     value_now = now.get(name, default)
     if value_before != value_now:
-      lines.append(f'{name} was {_text(was, name)}, is {_text(now, name)}')
+      text_before = _text(was, name)
+      text_now = _text(now, name)
+      lines.append(f'{name} was {text_before}, is {text_now}')
   return lines
 
 

@@ -171,12 +171,15 @@ def _is_shared(file: BinaryIO) -> bool:
 
 def _reader_of(file: BinaryIO) -> str:
   """Names a process with a shared lock of a file, as far as the kernel tells."""
-  inode = str(os.fstat(file.fileno()).st_ino)
+  status = os.fstat(file.fileno())
+  inode = str(status.st_ino)
   with contextlib.suppress(OSError, ValueError):
-    for line in pathlib.Path('/proc/locks').read_text().splitlines():
+    locks_of_machine = pathlib.Path('/proc/locks').read_text()
+    for line in locks_of_machine.splitlines():
       _, kind, _, access, process, place, *_ = line.split()
       _, _, inode_of_lock = place.rpartition(':')
-      if (kind, access) == ('FLOCK', 'READ') and inode_of_lock == inode:
+      is_shared_lock = (kind, access) == ('FLOCK', 'READ')
+      if is_shared_lock and inode_of_lock == inode:
         program = pathlib.Path('/proc', process, 'comm').read_text().strip()
         return f'process {process} ({program!r:.40})'
   return 'another program'

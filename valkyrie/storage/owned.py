@@ -187,15 +187,22 @@ def delete_recorded(folder: pathlib.Path, names: Iterable[str]) -> list[str]:
     return []
   parents = {folder}
   for name in filter(foreign_names.is_below, names):
-    between = [folder / parent for parent in pathlib.PurePath(name).parents][:-1]
+    *parents_below, _ = pathlib.PurePath(name).parents  # the last one is the folder
+    between = [folder / parent for parent in parents_below]
     if all(map(_is_folder, between)):
       parents.update(between)
       delete_file(folder / name)
-  for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
+  deepest_first = sorted(parents, key=lambda path: len(path.parts), reverse=True)
+  for parent in deepest_first:
     if not os.listdir(parent):
       os.rmdir(parent)
-  stays = (path for path in folder.rglob('*') if not _is_folder(path) or not os.listdir(path))
-  return sorted(path.relative_to(folder).as_posix() for path in stays)
+  stays = []
+  for path in folder.rglob('*'):
+    is_filled = _is_folder(path) and bool(os.listdir(path))
+    if not is_filled:
+      relative = path.relative_to(folder)
+      stays.append(relative.as_posix())
+  return sorted(stays)
 
 
 def tell_what_stays(folder: pathlib.Path, stays: Sequence[str]) -> None:
