@@ -188,7 +188,8 @@ class Comparison:
     self._left.remove(candidate)
     self.failed.append(candidate.name)
     for outcomes in self.outcomes.values():
-      outcomes[:] = [outcome for outcome in outcomes if outcome.candidate != candidate.name]
+      others = [outcome for outcome in outcomes if outcome.candidate != candidate.name]
+      outcomes[:] = others
 
 
 def _combinations(over: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
@@ -211,8 +212,9 @@ def _folder_name(first: str, values: Mapping[str, Any]) -> str:
   parts = [first]
   for name, value in values.items():
     parts.append(f'{name}={value}')
+  title = ','.join(parts)
   unusual = r'[^\w.=,+-]'
-  return re.sub(unusual, '_', ','.join(parts))
+  return re.sub(unusual, '_', title)
 
 
 def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -223,23 +225,30 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   unknown = [flag for flag in others if flag not in flags.gin]
   if unknown:
     parser.error(f'{unknown[0]}: unknown flag. --help lists all flags.')
+  _check_amounts(parser, flags)
+  is_power_of_2 = flags.context > 0 and flags.context.bit_count() == 1
+  if not is_power_of_2:
+    parser.error(f'--context={flags.context}: expected a power of 2, such as 512')
+  are_numbers = re.fullmatch(r'\d+(,\d+)*', flags.seeds) is not None
+  if not are_numbers:
+    parser.error(f'--seeds={flags.seeds}: expected numbers separated by commas, such as 0,1,2')
+  seeds = [int(seed) for seed in flags.seeds.split(',')]
+  flags.seeds = list(dict.fromkeys(seeds))
+  if not flags.candidates and flags.gin_file:
+    first, *_ = flags.gin_file
+    name = pathlib.PurePath(first).stem
+    flags.candidates = [Candidate(name)]
+  _check_candidates(parser, flags)
+  return flags
+
+
+def _check_amounts(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+  """Exits with 2 unless an amount is given, and each is a number above 0."""
   amounts = [getattr(flags, name) for name in TITLES]
   given = [amount for amount in amounts if amount is not None]
   are_positive = all(0 < amount < math.inf for amount in given)
   if not given or not are_positive:
     parser.error('pass --seconds=S, --tokens=T or --flops=F, more than 0')
-  is_power_of_2 = flags.context > 0 and flags.context.bit_count() == 1
-  if not is_power_of_2:
-    parser.error(f'--context={flags.context}: expected a power of 2, such as 512')
-  if not re.fullmatch(r'\d+(,\d+)*', flags.seeds):
-    parser.error(f'--seeds={flags.seeds}: expected numbers separated by commas, such as 0,1,2')
-  seeds = map(int, flags.seeds.split(','))
-  flags.seeds = list(dict.fromkeys(seeds))
-  if not flags.candidates and flags.gin_file:
-    name = pathlib.PurePath(flags.gin_file[0]).stem
-    flags.candidates = [Candidate(name)]
-  _check_candidates(parser, flags)
-  return flags
 
 
 def _check_candidates(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
@@ -250,11 +259,12 @@ def _check_candidates(parser: argparse.ArgumentParser, flags: argparse.Namespace
   only = names
   if flags.only:
     only = flags.only.split(',')
-  for name in only:
-    if name not in names:
-      parser.error(f'--only={name}: the candidates are {", ".join(names)}')
+  unknown = [name for name in only if name not in names]
+  if unknown:
+    parser.error(f'--only={unknown[0]}: the candidates are {", ".join(names)}')
   for name in names:
-    if not re.fullmatch(r'\w[\w .+()=-]*', name):
+    is_name = re.fullmatch(r'\w[\w .+()=-]*', name) is not None
+    if not is_name:
       parser.error(
         f'candidate {name!r}: expected a name that begins with a letter or digit, and has only '
         'letters, digits, spaces and . + ( ) = - _'
@@ -348,8 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(stopped, file=sys.stderr, flush=True)
     return Preempted.exit_code
   if any(comparison.outcomes.values()):
-    print((flags.results / 'compare.md').read_text())
-    print(flags.results / 'compare.html')
+    text_file = flags.results / 'compare.md'
+    page_file = flags.results / 'compare.html'
+    print(text_file.read_text())
+    print(page_file)
   return 1 if comparison.failed else 0
 
 

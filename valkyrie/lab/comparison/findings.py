@@ -157,7 +157,8 @@ def findings(
     if seeds:
       runs[name] = seeds
       amounts[name] = _mean_spent(seeds, budget)
-      drawn.append(seeds[0]._replace(name=name))
+      first_seed = seeds[0]
+      drawn.append(first_seed._replace(name=name))
   unit = 'bits per token'
   if all(map(_knows_bytes, drawn)):
     unit = 'bits per byte'
@@ -170,12 +171,7 @@ def findings(
   results = _results(names, chosen, scores, runs, unit)
   blocks.append(results)
   best_outcomes = chosen[names[0]]
-  seeds_of_best = [str(outcome.seed) for outcome in best_outcomes]
-  numbers = ', '.join(seeds_of_best)
-  note = f'Seeds {numbers}; {unit} of the targets of the whole validation split'
-  if context > 1:
-    note += f' with {context} or more tokens before them'
-  blocks.append(f'{note}.')
+  blocks.append(_note(best_outcomes, unit, context))
   texts_read = {run.tokens for run in drawn}
   if len(texts_read) > 1:
     blocks.append('The tokenizers or the validation data differ: only equal texts are comparable.')
@@ -184,6 +180,16 @@ def findings(
   blocks += _by_position(runs, context)
   blocks.append(drawn)
   return blocks
+
+
+def _note(outcomes: Sequence[Outcome], unit: str, context: int) -> str:
+  """The seeds of these outcomes, and which targets are scored."""
+  seeds = [str(outcome.seed) for outcome in outcomes]
+  numbers = ', '.join(seeds)
+  note = f'Seeds {numbers}; {unit} of the targets of the whole validation split'
+  if context > 1:
+    note += f' with {context} or more tokens before them'
+  return f'{note}.'
 
 
 def _at_best_values(
@@ -228,7 +234,7 @@ def _results(
 
 def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> list[Block]:
   """The table of the first seed's scores by the values that were tried; none if it was one."""
-  over = ', '.join(tried[0].values)
+  first, *_ = tried
   columns: dict[tuple[str, ...], dict[str, str]] = {}  # the scores by values and candidate
   for outcome in tried:
     values = tuple(outcome.values.values())
@@ -237,12 +243,14 @@ def _by_values(names: Sequence[str], tried: Sequence[Outcome], context: int) -> 
     column.setdefault(outcome.candidate, f'{score:.3f}')
   if len(columns) < 2:
     return []
-  head = ['candidate', *map(', '.join, columns)]
+  titles = [', '.join(values) for values in columns]
+  head = ['candidate', *titles]
   rows = []
   for name in names:
     scores = [column[name] for column in columns.values()]
     rows.append([name, *scores])
-  title = f'By {over}, with the seed {tried[0].seed}:'
+  over = ', '.join(first.values)
+  title = f'By {over}, with the seed {first.seed}:'
   return [title, Table(head, rows)]
 
 

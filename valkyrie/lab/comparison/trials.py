@@ -60,7 +60,8 @@ def candidate(text: str) -> Candidate:
 def peer(text: str) -> Candidate:
   """Reads --peer."""
   name, _, command = map(str.strip, text.partition(':'))
-  return Candidate(name, program=tuple(shlex.split(command)))
+  program = shlex.split(command)
+  return Candidate(name, program=tuple(program))
 
 
 def make_trial(
@@ -72,7 +73,8 @@ def make_trial(
   """
   imports = flags.gin_allow_import
   files = [*flags.gin_file]
-  candidate_file = flags.results / candidate.name / 'candidate.gin'
+  candidate_folder = flags.results / candidate.name
+  candidate_file = candidate_folder / 'candidate.gin'
   if candidate.statements.strip():
     files.append(str(candidate_file))
     whole_file.write_version(candidate_file, candidate.statements.encode())
@@ -87,10 +89,15 @@ def make_trial(
   )
   with configuration.installed():
     bindings = record.bindings()
-  folder = flags.results / candidate.name / title
-  run_flags = [f'--gin_file={file}' for file in files] + settings
-  run_flags += [f'--gin_allow_import={package}' for package in imports]
-  run_flags.append(f'--model_dir={folder}')
+  folder = candidate_folder / title
+  file_flags = [f'--gin_file={file}' for file in files]
+  import_flags = [f'--gin_allow_import={package}' for package in imports]
+  run_flags = [
+    *file_flags,
+    *settings,
+    *import_flags,
+    f'--model_dir={folder}',
+  ]
   return Trial(folder, candidate.program, run_flags, steps, bindings)
 
 

@@ -154,14 +154,16 @@ def story(order: Order, task: str) -> Problem:
     question = ask(world, random)
 
   text = filler(order)
+  sentences = len(text)
   depth = order.depth or 0.0
-  width = _WIDTH * len(text)
-  begin = depth * (1 - _WIDTH) * len(text)
+  width = _WIDTH * sentences
+  begin = depth * (1 - _WIDTH) * sentences
   end = begin + width
   drawn = random.uniform(begin, end, size=len(world.facts))
   places = sorted(round(place) for place in drawn)
-  sentences = placed(text, world.facts, places)
-  return Problem(' '.join(sentences), [question])
+  with_facts = placed(text, world.facts, places)
+  context = ' '.join(with_facts)
+  return Problem(context, [question])
 
 
 def names_the_room(continuation: str, question: Question) -> float:

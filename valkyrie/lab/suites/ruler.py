@@ -113,11 +113,15 @@ class Needles:
     if order.depth is None:
       sentences = [needle.sentence for needle in needles]
       return problem.inserted(order.random, hay, sentences)
-    asked = [needle.sentence for needle in needles if needle.is_asked]
-    others = [needle.sentence for needle in needles if not needle.is_asked]
+    asked = []
+    others = []
+    for needle in needles:
+      group = asked if needle.is_asked else others
+      group.append(needle.sentence)
     hay = problem.inserted(order.random, hay, others)
     place = round(order.depth * len(hay))
-    return problem.placed(hay, asked, [place] * len(asked))
+    places = [place] * len(asked)
+    return problem.placed(hay, asked, places)
 
   def _hay(self, order: Order) -> list[str]:
     if self.haystack == 'noise':

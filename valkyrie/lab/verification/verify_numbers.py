@@ -118,27 +118,32 @@ class Computation:
 
   def _parameters(self, model: Model, layout: Partitioner) -> Callable[[Array], Params]:
     """The function of a seed that makes the parameters; with 0 their last digits are unchanged."""
+    last_digit = float(jnp.finfo(self._dtype).eps)
 
     def make(seed):
       key = jax.random.key(0)
       params, _ = model.init(key, 1)
       leaves, structure = jax.tree.flatten(rounding.wide(params))
-      last_digit = float(jnp.finfo(self._dtype).eps)
       epsilon = jnp.where(seed == 0, 0.0, last_digit)
+      moved = []
       for number, leaf in enumerate(leaves):
-        dtype = jnp.promote_types(leaf.dtype, self._dtype)
-        first_salt = 3 * number
-        added = _uniform(leaf.shape, first_salt).astype(dtype)
-        change = _uniform(leaf.shape, first_salt + seed).astype(dtype)
-        moved = leaf.astype(dtype) + _MOVED * added
-        factor = 1 + epsilon.astype(dtype) * change
-        leaves[number] = moved * factor
-      moved_params = structure.unflatten(leaves)
+        salt = 3 * number
+        moved.append(self._moved(leaf, salt, seed, epsilon))
+      moved_params = structure.unflatten(moved)
       axes = model.parameter_axes(layout.parameter_axes)
       shardings = layout.shardings(moved_params, axes)
       return lax.with_sharding_constraint(moved_params, shardings)
 
     return make
+
+  def _moved(self, leaf: Array, salt: int, seed: Array, epsilon: Array) -> Array:
+    """A parameter away from its initial value, and changed by at most epsilon of itself."""
+    dtype = jnp.promote_types(leaf.dtype, self._dtype)
+    added = _uniform(leaf.shape, salt).astype(dtype)
+    change = _uniform(leaf.shape, salt + seed).astype(dtype)
+    moved = leaf.astype(dtype) + _MOVED * added
+    factor = 1 + epsilon.astype(dtype) * change
+    return moved * factor
 
   def _read(self, form: Form, model: Model, params: Params, batch: Batch) -> dict[str, Any]:
     """The loss, gradients and carry of a form, traced."""
