@@ -178,19 +178,15 @@ class Attributor:
     most = min(count, len(chunk_weights))
     weights, places = lax.top_k(chunk_weights, most)
     chosen = features._replace(hidden=hidden[:, places])
-    scores = logits(chosen, self._reader.model.about.vocabulary_size)[0]
+    row_scores = logits(chosen, self._reader.model.about.vocabulary_size)
+    scores = row_scores[0]
     targets = chunk.tokens[0, places, None]
-    vocabulary = jnp.arange(scores.shape[-1])
-    is_target = vocabulary[None] == targets
-    target_scores = jnp.where(is_target, scores, 0)
-    other_scores = jnp.where(is_target, -jnp.inf, scores)
-    target = jnp.sum(target_scores, axis=-1)
-    others = jax.nn.logsumexp(other_scores, axis=-1)
-    odds = target - others
+    odds = _log_odds(scores, targets)
     log_probs = jax.nn.log_sigmoid(odds)
     log_prob = jnp.sum(weights * log_probs)
     weighted_odds = jnp.sum(weights * odds)
-    return (weighted_odds, log_prob, features.embedded), next_carry
+    results = (weighted_odds, log_prob, features.embedded)
+    return results, next_carry
 
   def _pulled_back(
     self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, gradient: Sequence[Array]
@@ -208,12 +204,25 @@ class Attributor:
     shape = (*chunk.tokens.shape, about.width)
     shift = jnp.zeros(shape, about.compute_dtype)
     (odds, _), pull_back, embedded = jax.vjp(read, shift, floats, has_aux=True)
-    by_embedded, by_carry = pull_back((jnp.ones_like(odds), gradient))
+    cotangents = (jnp.ones_like(odds), gradient)
+    by_embedded, by_carry = pull_back(cotangents)
     assert embedded is not None  # since it was shifted
     embedded = embedded.astype(wide(embedded.dtype))
     by_embedded = by_embedded.astype(embedded.dtype)
-    effects = jnp.sum(embedded * by_embedded, axis=-1)
+    products = embedded * by_embedded
+    effects = jnp.sum(products, axis=-1)
     norms = jnp.linalg.norm(embedded, axis=-1)
     gradient_norms = jnp.linalg.norm(by_embedded, axis=-1)
     strengths = norms * gradient_norms
     return by_carry, jnp.stack([effects, strengths])
+
+
+def _log_odds(scores: Array, targets: Array) -> Array:
+  """log p / (1 - p) of the targets [N, 1] by the logits [N, V], [N]."""
+  vocabulary = jnp.arange(scores.shape[-1])
+  is_target = vocabulary[None] == targets
+  target_scores = jnp.where(is_target, scores, 0)
+  other_scores = jnp.where(is_target, -jnp.inf, scores)
+  target = jnp.sum(target_scores, axis=-1)
+  others = jax.nn.logsumexp(other_scores, axis=-1)
+  return target - others

@@ -71,12 +71,16 @@ class Sampling:
     if self.top_p < 1:
       logits = self._nucleus(logits)
     if self.min_p > 0:
-      most = jnp.max(logits, axis=-1, keepdims=True)
-      least = most + jnp.log(self.min_p)
-      logits = jnp.where(logits < least, -jnp.inf, logits)
+      logits = self._likely(logits)
     draw = jax.vmap(jax.random.categorical)
     drawn = draw(keys, logits)
     return drawn.astype(jnp.int32)
+
+  def _likely(self, logits: Array) -> Array:
+    """The logits of tokens at least `min_p` as likely as the likeliest one, and -inf for others."""
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    least = most + jnp.log(self.min_p)
+    return jnp.where(logits < least, -jnp.inf, logits)
 
   def _penalized(self, logits: Array, seen: Array) -> Array:
     """The logits with the repetition penalty on tokens that were `seen`."""

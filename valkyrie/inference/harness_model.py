@@ -87,7 +87,10 @@ class HarnessModel(LM):
       for batch in batches(continuations, self._batch_size):
         context_rows, numbers = zip(*batch, strict=True)
         carry = self._run.rows(context_carry, context_rows)
-        texts = [rows[number][1] for number in numbers]
+        texts = []
+        for number in numbers:
+          _, continuation = rows[number]
+          texts.append(continuation)
         scores = self._run.score(texts, carry)
         for number, score in zip(numbers, scores, strict=True):
           log_prob = self._sum(score.log_probs)
@@ -102,18 +105,21 @@ class HarnessModel(LM):
     token is scored once. A later window begins with at least one token that is not scored again.
     """
     tokenizer = self._run.tokenizer
+    begin_tokens = len(tokenizer.bos)
     windows: list[_Window] = []
     for number, request in enumerate(requests):
-      ids = tokenizer.begun(request.args[0])
-      windows += _windows(number, ids, self._longest, len(tokenizer.bos))
+      text, *_ = request.args
+      ids = tokenizer.begun(text)
+      windows += _windows(number, ids, self._longest, begin_tokens)
     windows.sort(key=lambda window: -len(window.tokens))
     texts = [window.tokens for window in windows]
     scores = self._run.score(texts, batch_size=self._batch_size)
-    sums = dict.fromkeys(range(len(requests)), 0.0)
+    numbers = range(len(requests))
+    sums = dict.fromkeys(numbers, 0.0)
     for window, score in zip(windows, scores, strict=True):
       first = len(window.tokens) - window.new
-      new = score.log_probs[first:]
-      sums[window.request] += self._sum(new)
+      new_log_probs = score.log_probs[first:]
+      sums[window.request] += self._sum(new_log_probs)
     return self._answered('loglikelihood_rolling', requests, sums)
 
   def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -98,16 +98,21 @@ class LoadedModel:
     """
     rows = self.text_rows.tokens(texts, carry)
     if keep is None:
-      return self._reader.read(self.params, self.text_rows.begun(carry, len(rows)), rows, cut)
-    if not isinstance(keep, Document):
+      begun = self.text_rows.begun(carry, len(rows))
+      return self._reader.read(self.params, begun, rows, cut)
+    like = None
+    if isinstance(keep, Document):
+      like = keep
+    else:
       check_choice('keep', keep, ('log',))
     if carry is not None or cut is not None or len(rows) != 1:
       raise UsageError(
         'read(..., keep) reads one text from its start. Leave out carry and cut, and pass one text.'
       )
-    if like := keep if isinstance(keep, Document) else None:
+    if like is not None:
       documents.check(like, self._reader)
-    return documents.read_document(self._reader, self.params, rows[0], like)
+    (tokens,) = rows
+    return documents.read_document(self._reader, self.params, tokens, like)
 
   def rows(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
     """The rows of a carry with these numbers, in this order; a number may be repeated.

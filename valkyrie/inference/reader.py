@@ -189,8 +189,8 @@ class Reader:
       features, carry = self.show(params, carry, tokens, real_tokens, ())
       places = np.arange(tokens.shape[1])
       is_real = places[None] < real_tokens[:, None]
-      where = is_real[..., None]
-      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=where)
+      of_channels = is_real[..., None]
+      sums += jnp.sum(features.hidden, axis=1, dtype=jnp.float32, where=of_channels)
     check_finite(np.isfinite(sums))
     means = sums / lengths[:, None]
     return means.astype(np.float32)
@@ -331,17 +331,21 @@ class Reader:
       if self.progress is not None:
         self.progress(begin + start, begin + longest)
       left = lengths - start
-      real_tokens = np.clip(left, 0, self.chunk_size).astype(np.int32)
+      real_tokens = np.clip(left, 0, self.chunk_size)
       most = int(real_tokens.max())
-      power_of_two = 1 << (most - 1).bit_length()
-      size = max(_SMALLEST, power_of_two)
-      size = min(self.chunk_size, size)
+      size = self._size(most)
       tokens = np.zeros((len(rows), size), np.int32)
       for row, text in enumerate(rows):
         count = real_tokens[row]
         end = start + count
         tokens[row, :count] = text[start:end]
-      yield tokens, real_tokens
+      yield tokens, real_tokens.astype(np.int32)
     if self.progress is not None:
       end = begin + longest
       self.progress(end, end)
+
+  def _size(self, tokens: int) -> int:
+    """The size of the chunk in which so many tokens are read: each size is compiled once."""
+    power_of_two = 1 << (tokens - 1).bit_length()
+    size = max(_SMALLEST, power_of_two)
+    return min(self.chunk_size, size)

@@ -39,7 +39,9 @@ def logits(rows: TextRows, params: Params, text: Text, carry: AnyCarry | None) -
   """The logits of the token after each token of a text, float32 [T, vocabulary size]."""
   tokens = rows.tokens([text], carry)
   carry = rows.begun(carry, 1)
-  parts = [jnp.zeros((0, rows.model.about.vocabulary_size))]
+  vocabulary_size = rows.model.about.vocabulary_size
+  nothing = jnp.zeros((0, vocabulary_size))
+  parts = [nothing]
   for chunk, lengths in rows.reader.chunks(carry, tokens):
     chunk_logits, carry = rows.reader.predict(params, carry, chunk, lengths)
     length = lengths[0]
@@ -53,7 +55,8 @@ def activations(
   """Intermediate values of each token: {kind: [layers, T, D]}."""
   tokens = rows.tokens([text], carry)
   carry = rows.begun(carry, 1)
-  if not len(tokens[0]):
+  (row,) = tokens
+  if not len(row):
     raise UsageError('The text is empty, and has no activations. Pass a text of a token or more.')
   for kind in kinds:
     check_choice('kind', kind, ACTIVATIONS)
@@ -63,6 +66,7 @@ def activations(
     features, carry = rows.reader.show(params, carry, chunk, lengths, wanted)
     length = lengths[0]
     for kind in kinds:
-      values = features.activations[kind][:, 0, :length]
-      parts[kind].append(np.asarray(values))
+      values = features.activations[kind]
+      row_values = values[:, 0, :length]
+      parts[kind].append(np.asarray(row_values))
   return {kind: np.concatenate(parts[kind], axis=1) for kind in kinds}

@@ -39,9 +39,12 @@ def read(advance: Advance, carry: Any, chunks: Sequence[Any], first: int = 0) ->
 
 def reversed_chunks(advance: Advance, segments: Segments) -> Iterator[tuple[Any, Any]]:
   """(the carry before a chunk, the chunk), from the last chunk to the first of the segments."""
-  for begin, carry in reversed(segments.carries.items()):
-    chunks = segments.chunks[begin : begin + segments.size]
+  for begin, first_carry in reversed(segments.carries.items()):
+    end = begin + segments.size
+    chunks = segments.chunks[begin:end]
+    carry = first_carry
     carries = [carry]
     for chunk in chunks[:-1]:
-      carries.append(advance(carries[-1], chunk))
+      carry = advance(carry, chunk)
+      carries.append(carry)
     yield from zip(reversed(carries), reversed(chunks), strict=True)
