@@ -85,18 +85,26 @@ def sections(runs: Sequence[Run]) -> list[str]:
 def index(runs: Sequence[Run], pages: Sequence[str], page_of_all: str) -> str:
   """The text of a page with a row for each run, which leads to its page."""
   results = _result_rows(runs)
-  titles = [title for title, *_ in results]
-  of_runs = zip(*(values for _, *values in results), strict=True)
+  titles = []
+  columns = []
+  for title, *values in results:
+    titles.append(title)
+    columns.append(values)
+  values_of_runs = zip(*columns, strict=True)
   rows = []
-  for run, address, values in zip(runs, pages, of_runs, strict=True):
-    rows.append((Link(run.name, address), *values))
+  for run, address, values in zip(runs, pages, values_of_runs, strict=True):
+    link = Link(run.name, address)
+    rows.append((link, *values))
   note = _OTHER_TOKENS if _have_other_tokens(runs) else ''
+  heading = '<h1>Runs</h1>'
+  results_table = table(('run', *titles), rows)
   together = f'<p><a href="{page_of_all}">All runs on one page</a></p>'
-  return document('Runs', ['<h1>Runs</h1>', note, table(('run', *titles), rows), together])
+  return document('Runs', [heading, note, results_table, together])
 
 
 def _have_other_tokens(runs: Sequence[Run]) -> bool:
-  return len({run.tokens for run in runs}) > 1
+  tokens = {run.tokens for run in runs}
+  return len(tokens) > 1
 
 
 def _results(runs: Sequence[Run]) -> str:
@@ -147,7 +155,8 @@ def _refused(runs: Sequence[Run]) -> str:
       rows.append(row)
   if not rows:
     return ''
-  return '<h3>Refused steps</h3>\n' + table(('run', 'step', 'reason', 'documents'), rows)
+  head = ('run', 'step', 'reason', 'documents')
+  return '<h3>Refused steps</h3>\n' + table(head, rows)
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -156,11 +165,11 @@ def _samples(runs: Sequence[Run]) -> str:
   for run in runs:
     samples = []
     for line in run.lines:
-      hooked = []
+      texts = []
       for name, value in line.items():
-        if name.startswith('hooks/'):
-          hooked.append(value)
-      texts = [value for value in hooked if isinstance(value, str)]
+        is_of_hook = name.startswith('hooks/')
+        if is_of_hook and isinstance(value, str):
+          texts.append(value)
       if texts:
         samples.append((line['step'], texts))
     for step, texts in samples[-_SAMPLES:]:
@@ -231,12 +240,17 @@ def write_folder(folder: pathlib.Path, runs: Sequence[Run]) -> None:
   """Writes index.html, a page about each run and one about all; StorageError if that fails."""
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --folder.')
-  pages = {f'run-{number}.html': page([run]) for number, run in enumerate(runs, 1)}
-  texts = pages | {_PAGE_OF_ALL: page(runs), 'index.html': index(runs, [*pages], _PAGE_OF_ALL)}
+  texts = {}
+  for number, run in enumerate(runs, 1):
+    texts[f'run-{number}.html'] = page([run])
+  pages = [*texts]
+  texts[_PAGE_OF_ALL] = page(runs)
+  texts['index.html'] = index(runs, pages, _PAGE_OF_ALL)
   message = f'{folder} cannot be written'
   with write_errors(message, 'name another --folder'), owned.new_folder(folder) as place:
     for name, text in texts.items():
-      (place / name).write_bytes(text.encode(errors='replace'))
+      file = place / name
+      file.write_bytes(text.encode(errors='replace'))
 
 
 @console.lasting_streams()

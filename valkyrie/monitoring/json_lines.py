@@ -56,8 +56,12 @@ def _is_written(value: Any) -> bool:
 
 def by_step(path: pathlib.Path) -> dict[int, dict[str, Any]]:
   """The last line of each step, in the order of the steps; raises as `read_lines`."""
-  lines = {line['step']: line for line in read_lines(path, step=int)}
-  return dict(sorted(lines.items()))
+  lines: dict[int, dict[str, Any]] = {}
+  for line in read_lines(path, step=int):
+    step = line['step']
+    lines[step] = line
+  in_order = sorted(lines.items())
+  return dict(in_order)
 
 
 class JsonLines(contextlib.AbstractContextManager['JsonLines']):

@@ -200,13 +200,21 @@ def _rooms() -> Iterator[Room]:
   for folder in _cgroups():
     for limit, used in _FILES:
       with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
-        most = int((folder / limit).read_text())
-        stat = dict(line.split() for line in _lines_of(f'{folder}/memory.stat'))
-        caches = [int(stat.get(name, 0)) for name in _CACHE]
-        cache = max(caches)
-        used_bytes = int((folder / used).read_text())
-        taken = used_bytes - cache
-        yield Room(most - taken, f'a cgroup of {in_units(most)}')
+        yield _room_of_cgroup(folder, limit, used)
+
+
+def _room_of_cgroup(folder: pathlib.Path, limit: str, used: str) -> Room:
+  """The room below a limit of a cgroup, by the names of its two files."""
+  most = int((folder / limit).read_text())
+  statistics = {}
+  for line in _lines_of(f'{folder}/memory.stat'):
+    name, value = line.split()
+    statistics[name] = value
+  caches = [int(statistics.get(name, 0)) for name in _CACHE]
+  cache = max(caches)
+  used_bytes = int((folder / used).read_text())
+  taken = used_bytes - cache
+  return Room(most - taken, f'a cgroup of {in_units(most)}')
 
 
 def _cgroups() -> Iterator[pathlib.Path]:

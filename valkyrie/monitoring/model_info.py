@@ -1,5 +1,6 @@
 """The text of model_info.txt: what the parameters and the optimizer's state weigh, and where."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
@@ -47,14 +48,18 @@ def text(
   axes_of_leaves = jax.tree.structure(parameters).flatten_up_to(axes)
   rows: list[tuple[str, ...]] = [_COLUMNS]
   for (path, leaf), names in zip(leaves.items(), axes_of_leaves, strict=True):
-    rows.append(_row(path, leaf, _tuple(names)))
-  states: list[tuple[str, ...]] = [('state of the optimizer', *_COLUMNS[1:])]
+    row = _row(path, leaf, _tuple(names))
+    rows.append(row)
+  _, *other_columns = _COLUMNS
+  states: list[tuple[str, ...]] = [('state of the optimizer', *other_columns)]
   for path, leaf in leaves_by_path(optimizer_state).items():
-    states.append(_row(path, leaf, '-'))
+    row = _row(path, leaf, '-')
+    states.append(row)
+  modules = _modules(leaves, leaves_by_path(counts))
   lines = [_totals(leaves, counts), *remarks, '']
   lines += _table(rows)
   lines.append('')
-  lines += _table(_modules(leaves, leaves_by_path(counts)))
+  lines += _table(modules)
   lines.append('')
   lines += _table(states)
   lines.append('')
@@ -93,18 +98,19 @@ def _totals(leaves: Mapping[str, Any], counts: Any) -> str:
   held = sum(weight.elements for weight in weights)
   total = sum(weight.whole for weight in weights)
   per_device = sum(weight.per_device for weight in weights)
-  whole = sum(jax.tree.leaves(counts))
+  whole = _sum(counts)
   model_counts = {}
-  for module, count in counts.items():
+  for module, module_counts in counts.items():
     if is_of_model(module):
-      model_counts[module] = count
-  count = sum(jax.tree.leaves(model_counts))
+      model_counts[module] = module_counts
+  count = _sum(model_counts)
   padding = ''
   if held > whole:
     padding += f' and {held - whole:,} of padding'
   if whole > count:
     padding += f' and {whole - count:,} of the objective'
-  mesh = next(iter(leaves.values())).sharding.mesh
+  first, *_ = leaves.values()
+  mesh = first.sharding.mesh
   axis_sizes = [f'{name}={size}' for name, size in mesh.shape.items()]
   mesh_axes = ', '.join(axis_sizes)
   return (
@@ -114,38 +120,60 @@ def _totals(leaves: Mapping[str, Any], counts: Any) -> str:
   )
 
 
+def _sum(counts: Any) -> int:
+  """The sum of the leaves of a pytree."""
+  leaves = jax.tree.leaves(counts)
+  return sum(leaves)
+
+
 def _modules(leaves: Mapping[str, Any], counts: Mapping[str, int]) -> list[tuple[str, ...]]:
   """The rows of a table: parameters, without padding, and bytes of each module and those inside."""
-  parameters: dict[str, int] = {}
-  sizes: dict[str, int] = {}
+  parameters: dict[str, int] = Counter()
+  sizes: dict[str, int] = Counter()
   for path, leaf in leaves.items():
-    parts = path.split('/')
-    for level in range(1, len(parts)):
-      module = '/'.join(parts[:level])
-      parameters[module] = parameters.get(module, 0) + counts[path]
-      sizes[module] = sizes.get(module, 0) + weigh(leaf).whole
+    weight = weigh(leaf)
+    for module in _modules_around(path):
+      parameters[module] += counts[path]
+      sizes[module] += weight.whole
   rows: list[tuple[str, ...]] = [('module', 'parameters', 'bytes')]
   for module in sorted(parameters, key=lambda name: name.split('/')):
-    rows.append((module, f'{parameters[module]:,}', f'{sizes[module]:,}'))
+    count = parameters[module]
+    size = sizes[module]
+    rows.append((module, f'{count:,}', f'{size:,}'))
   return rows
+
+
+def _modules_around(path: str) -> list[str]:
+  """The modules that contain a parameter, the outermost first."""
+  parts = path.split('/')
+  modules = []
+  for level in range(1, len(parts)):
+    module = '/'.join(parts[:level])
+    modules.append(module)
+  return modules
 
 
 def weigh(leaf: Any) -> Weight:
   """The bytes of an array, or of its shape with a sharding."""
   width = np.dtype(leaf.dtype).itemsize
   elements = math.prod(leaf.shape)
-  elements_per_device = math.prod(leaf.sharding.shard_shape(leaf.shape))
-  return Weight(elements, elements * width, elements_per_device * width)
+  shard_shape = leaf.sharding.shard_shape(leaf.shape)
+  elements_per_device = math.prod(shard_shape)
+  whole = elements * width
+  per_device = elements_per_device * width
+  return Weight(elements, whole, per_device)
 
 
 def _row(path: str, leaf: Any, logical_axes: str) -> tuple[str, ...]:
   weight = weigh(leaf)
+  dtype = np.dtype(leaf.dtype)
+  mesh_axes = leaf.sharding.spec
   return (
     path,
     _tuple(leaf.shape),
-    str(np.dtype(leaf.dtype)),
+    str(dtype),
     logical_axes,
-    _tuple(tuple(leaf.sharding.spec)),
+    _tuple(mesh_axes),
     f'{weight.whole:,}',
     f'{weight.per_device:,}',
   )
@@ -160,7 +188,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     cells = []
     for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
       is_number = number >= len(row) - 2
-      cells.append(cell.rjust(width) if is_number else cell.ljust(width))
+      aligned = cell.rjust(width) if is_number else cell.ljust(width)
+      cells.append(aligned)
     lines.append('  '.join(cells))
   return lines
 

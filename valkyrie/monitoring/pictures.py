@@ -83,34 +83,45 @@ def write_loss_by_position(
   loss_by_position.png, or for other data loss_by_position_NAME.png. Returns the picture, uint8
   [height, width, 3]; raises a StorageError if it cannot be written.
   """
-  points = {name: by_position(metrics) for name, metrics in curves.items()}
+  points = {}
   last = 1
-  for curve in points.values():
-    for position, _ in curve:
+  for label, metrics in curves.items():
+    points[label] = by_position(metrics)
+    for position, _ in points[label]:
       last = max(last, position)
-  canvas, *parts = _canvas(9.6, 5.4, 2)
+  canvas, whole, with_context = _canvas(9.6, 5.4, 2)
   first_with_context = min(_WITH_CONTEXT, last)
-  for axes, first in zip(parts, (1, first_with_context), strict=True):
-    axes.set_xscale('log', base=2)
-    for color, (label, curve) in zip(itertools.cycle(COLORS), points.items()):
-      shown_points = [point for point in curve if point[0] >= first]
-      shown = np.reshape(shown_points, (-1, 2))
-      axes.plot(*shown.T, 'o-', color=color, lw=3, label=label)
-    low, high = axes.get_ylim()
-    missing = max(0, _LEAST - (high - low))
-    room = missing / 2
-    axes.set_ylim(low - room, high + room)
-    axes.xaxis.set_major_formatter('{x:.0f}')
-    axes.grid(axis='y', color='#dddddd')
-    axes.set_xlabel('position in the document, from P to 2 P - 1')
-  parts[0].set_ylabel('loss, nats per token')
-  parts[0].legend(labelcolor='linecolor', frameon=False)
+  _draw_losses(whole, points, 1)
+  _draw_losses(with_context, points, first_with_context)
+  whole.set_ylabel('loss, nats per token')
+  whole.legend(labelcolor='linecolor', frameon=False)
   stem = 'loss_by_position'
   if name:
     stem += f'_{name}'
   _write_png(model_dir / f'{stem}.png', canvas)
   pixels = np.asarray(canvas.buffer_rgba())
   return pixels[..., :3].copy()
+
+
+def _draw_losses(
+  axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], first: int
+) -> None:
+  """Draws a curve for each name, from the position `first` on."""
+  axes.set_xscale('log', base=2)
+  colors = itertools.cycle(COLORS)
+  for label, curve in points.items():
+    shown = [(position, loss) for position, loss in curve if position >= first]
+    positions = [position for position, _ in shown]
+    losses = [loss for _, loss in shown]
+    axes.plot(positions, losses, 'o-', color=next(colors), lw=3, label=label)
+  low, high = axes.get_ylim()
+  covered = high - low
+  missing = max(0, _LEAST - covered)
+  room = missing / 2
+  axes.set_ylim(low - room, high + room)
+  axes.xaxis.set_major_formatter('{x:.0f}')
+  axes.grid(axis='y', color='#dddddd')
+  axes.set_xlabel('position in the document, from P to 2 P - 1')
 
 
 def by_position(metrics: Mapping[str, Any]) -> list[tuple[int, float]]:
@@ -148,21 +159,28 @@ def write_heat_map(
   height = 1.3 + 0.44 * len(rows)
   canvas, *every = _canvas(width, height, len(panels))
   canvas.figure.suptitle(title, parse_math=False)
+  column_places = range(len(columns))
+  row_places = range(len(rows))
+  row_names = rows
   for axes, (name, scores) in zip(every, panels.items(), strict=True):
-    axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
-    for (y, x), score in np.ndenumerate(scores):
-      if not np.isnan(score):
-        ink = 'black'
-        if score > 0.5:
-          ink = 'white'
-        axes.text(x, y, f'{score:.0%}', color=ink, ha='center', va='center')
+    _draw_cells(axes, scores)
     axes.set_title(name, parse_math=False)
-    axes.set_xticks(range(len(columns)), columns)
-    row_names = [''] * len(rows)
-    if axes is every[0]:
-      row_names = rows
-    axes.set_yticks(range(len(rows)), row_names)
+    axes.set_xticks(column_places, columns)
+    axes.set_yticks(row_places, row_names)
+    row_names = [''] * len(rows)  # only the first panel names the rows
   _write_png(path, canvas)
+
+
+def _draw_cells(axes: Any, scores: np.ndarray) -> None:
+  """Draws a colored cell for each score [rows, columns], with its number."""
+  axes.imshow(scores, cmap=MAP, vmin=0, vmax=1, aspect='auto')
+  for (row, column), score in np.ndenumerate(scores):
+    if np.isnan(score):
+      continue
+    ink = 'black'
+    if score > 0.5:
+      ink = 'white'
+    axes.text(column, row, f'{score:.0%}', color=ink, ha='center', va='center')
 
 
 @_drawn_anyhow
@@ -171,7 +189,8 @@ def write_spikes(path: pathlib.Path, sizes: np.ndarray, x_name: str, y_name: str
   canvas, axes = _canvas(9.6, 3.2, 1)
   part_count = min(len(sizes), 900)
   parts = np.array_split(sizes, part_count)
-  ends = np.cumsum([len(part) for part in parts])
+  part_sizes = [len(part) for part in parts]
+  ends = np.cumsum(part_sizes)
   largest = [part.max(initial=0) for part in parts]
   axes.vlines(ends, 0, largest, color=COLORS[0], lw=1)
   axes.set_xlabel(x_name)
@@ -195,8 +214,9 @@ def figure(
   for number, curve in drawn:
     points = _thinned(curve.points)
     xs, ys = zip(*points, strict=True)
-    color = COLORS[number % len(COLORS)]
-    dashes = _DASHES[number // len(COLORS) % len(_DASHES)]
+    times_around, color_number = divmod(number, len(COLORS))
+    color = COLORS[color_number]
+    dashes = _DASHES[times_around % len(_DASHES)]
     marker = ''
     if len(points) == 1:
       marker = 'o'
@@ -217,7 +237,8 @@ def figure(
   axes.set_xlabel(x_name, color=_GRAY)
   file = io.BytesIO()
   canvas.figure.savefig(file, format='svg', transparent=True)
-  picture = base64.b64encode(file.getvalue()).decode()
+  content = file.getvalue()
+  picture = base64.b64encode(content).decode()
   title = html.escape(title)
   caption = f'<strong>{title}</strong>'
   if y_name:
@@ -250,8 +271,11 @@ def short(value: float) -> str:
   """A number in few characters: 1.234, 12.3k, 4.5M."""
   if not abs(value) >= 1e4:
     return f'{value:.4g}'
-  reached = [unit for unit in _UNITS if abs(value) >= unit[0]]
-  size, letter = reached[-1]
+  size, letter = _UNITS[0]
+  for next_size, next_letter in _UNITS:
+    if abs(value) >= next_size:
+      size = next_size
+      letter = next_letter
   return f'{value / size:.3g}{letter}'
 
 

@@ -52,10 +52,12 @@ class Progress:
   def show(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows the metrics of the last step, as numbers of the host."""
     texts = describe(metrics)
-    if metrics.get('step_seconds') is not None:
+    seconds = metrics.get('step_seconds')
+    if seconds is not None:
       steps_left = max(0, self._total_steps - step)
-      remaining = steps_left * metrics['step_seconds']
-      texts.append(f'{tqdm.format_interval(remaining)} left')
+      remaining = steps_left * seconds
+      interval = tqdm.format_interval(remaining)
+      texts.append(f'{interval} left')
       self._say_the_end(remaining)
     text = ', '.join(texts)
     share = min(1.0, step / self._total_steps)

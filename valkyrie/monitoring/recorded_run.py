@@ -50,16 +50,16 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   folder = pathlib.Path(model_dir)
   if not (folder / 'metrics.jsonl').exists():
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
-  lines, evaluations, refused = (
-    [*by_step(folder / f'{name}.jsonl').values()]
-    for name in ('metrics', 'eval/metrics', 'refused_steps')
-  )
+  lines = _lines(folder, 'metrics')
+  evaluations = _lines(folder, 'eval/metrics')
+  refused = _lines(folder, 'refused_steps')
   advice = 'Restore it from a copy, or leave the run out.'
   file = folder / 'config.json'
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
     config: dict[str, Any] = {'bindings': {}}
     if file.exists():
-      config = foreign.json_object(foreign.content(file), bindings=dict)
+      content = foreign.content(file)
+      config = foreign.json_object(content, bindings=dict)
   file = folder / 'model_info.txt'
   with storage_errors(f'{file} cannot be read', advice, also=(ValueError,)):
     about = ''
@@ -73,10 +73,16 @@ def read_run(model_dir: str | os.PathLike) -> Run:
     data = tuple(map(foreign.content, data_files))
   lines = _with_costs(lines)
   evaluations = _located(evaluations, lines)
-  name = folder.resolve().name
+  absolute = folder.resolve()
   version = config.get('version', '')
   bindings = config['bindings']
-  return Run(name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
+  return Run(absolute.name, lines, evaluations, refused, version, bindings, about, tokenizer, data)
+
+
+def _lines(folder: pathlib.Path, name: str) -> list[Line]:
+  """The lines of a file of a run, one for each step."""
+  lines = by_step(folder / f'{name}.jsonl')
+  return list(lines.values())
 
 
 def _with_costs(lines: list[Line]) -> list[Line]:
@@ -93,25 +99,27 @@ def _with_costs(lines: list[Line]) -> list[Line]:
     rate = numbers.get('tflops_per_second_per_device')
     flops = None
     if speed and rate:
-      tokens = numbers.get('tokens', 0)
-      flops = 1e12 * rate / speed * tokens
+      flops_of_token = 1e12 * rate / speed
+      flops = flops_of_token * numbers.get('tokens', 0)
     with_costs.append({**line, 'seconds': seconds, 'flops': flops})
   return with_costs
 
 
 def _located(evaluations: list[Line], lines: list[Line]) -> list[Line]:
   """Evaluations with the tokens, seconds and FLOPs until then, between two lines of training."""
-  found = evaluations
+  located = evaluations
   for axis, _ in COSTS:
-    known = []
+    steps = [0]
+    values = [0.0]
     for line in lines:
       if can_be_drawn(line.get(axis)):
-        known.append((line['step'], line[axis]))
-    steps, values = zip((0, 0.0), *known, strict=True)
-    if known:
-      with_axis = []
-      for line in found:
-        value = np.interp(line['step'], steps, values)
-        with_axis.append({**line, axis: float(value)})
-      found = with_axis
-  return found
+        steps.append(line['step'])
+        values.append(line[axis])
+    if len(steps) == 1:
+      continue
+    with_axis = []
+    for line in located:
+      value = np.interp(line['step'], steps, values)
+      with_axis.append({**line, axis: float(value)})
+    located = with_axis
+  return located

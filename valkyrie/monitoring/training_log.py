@@ -184,8 +184,9 @@ class TrainingLog:
 
     last = steps[-1]
     weight = total('weight')
+    followed = total('followed')
     tokens_per_byte = self.reading.feed.tokens_per_byte
-    metrics = text_metrics(total('followed'), weight, tokens_per_byte)
+    metrics = text_metrics(followed, weight, tokens_per_byte)
     if last.sums.loss is None:  # the objective predicts no tokens, so its value is not a loss
       metrics = {'objective': metrics['loss'], 'targets': metrics['targets']}
     metrics['grad_norm'] = float(last.grad_norm)
@@ -196,7 +197,8 @@ class TrainingLog:
     for name in last.sums.terms:
       values = [float(step.sums.terms[name]) for step in steps]
       metrics[f'terms/{name}'] = sum(values) / known_weight
-    metrics['beyond_window'] = total('beyond_window') / known_weight
+    beyond_window = total('beyond_window')
+    metrics['beyond_window'] = beyond_window / known_weight
     return metrics
 
   def _speeds(self) -> Metrics:
