@@ -101,8 +101,9 @@ def compiled(
   name = _name(lowered, devices)
   count = jax.process_count()
   own = directory / f'process-{process}-of-{count}-{name}-cache'
-  files = (precompiled / f'{name}-cache', own)
-  for file in filter(_is_sealed, files):
+  for file in (precompiled / f'{name}-cache', own):
+    if not _is_sealed(file):
+      continue
     # It is one of another jax.
     with contextlib.suppress(OSError, ValueError, RuntimeError, pickle.UnpicklingError):
       seconds, _, content = file.read_bytes().partition(b'\n')
@@ -189,15 +190,18 @@ def _private(directory: pathlib.Path, is_used: bool = False) -> str | None:
 
 def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
   """A hash of all that a program depends on, the same without its devices."""
-  if devices[0].platform == 'tpu':  # whose programs do not depend on the processor of the host
-    compiler = [one.version for one in metadata.distributions(name='libtpu')]
+  first = devices[0]
+  if first.platform == 'tpu':  # whose programs do not depend on the processor of the host
+    distributions = metadata.distributions(name='libtpu')
+    compiler = [distribution.version for distribution in distributions]
   else:
-    compiler = [_key(), devices[0].client.platform_version]
+    compiler = [_key(), first.client.platform_version]
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
   places = [(device.id, device.device_kind) for device in devices]
   version_of_jax = f'{jax.__version__} {jaxlib.version.__version__}'
   settings = f'{version_of_jax} {compiler} {places} {flags}'
-  described = f'{settings}\n{lowered.as_text()}'
+  program = lowered.as_text()
+  described = f'{settings}\n{program}'
   return hashlib.sha256(described.encode()).hexdigest()
 
 

@@ -74,7 +74,7 @@ def chunk_scores(
 ) -> tuple[Scores, Carry]:
   """Reads one chunk [B, C] of every row -> (its scores, the carry after it)."""
   features, carry, parts = visit(terms, model, params, carry, chunk)
-  found = token_scores(features, chunk.targets, model.about.vocabulary_size)
+  tokens = token_scores(features, chunk.targets, model.about.vocabulary_size)
   floor_log2 = 31 - lax.clz(chunk.positions + 1)  # a target is one position after its input
   bins = jnp.arange(_BINS)
   in_bin = floor_log2[..., None] == bins[None, None]
@@ -84,27 +84,31 @@ def chunk_scores(
     return jnp.sum(values_in_bin, axis=(0, 1))
 
   weights = chunk.weights
-  by_loss = by_position(weights * found.loss)
-  right = jnp.sum(weights * found.right)
-  own = {metric.__name__: _sums(metric, found, chunk) for metric in metrics}
-  sums = {name: part.sums for name, part in parts.items()}
-  return Scores(by_loss, by_position(weights), right, own, sums), carry
+  loss = by_position(weights * tokens.loss)
+  right = jnp.sum(weights * tokens.right)
+  users = {metric.__name__: _sums(metric, tokens, chunk) for metric in metrics}
+  terms_sums = {name: part.sums for name, part in parts.items()}
+  weight = by_position(weights)
+  scores = Scores(loss, weight, right, users, terms_sums)
+  return scores, carry
 
 
 def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array, Array]:
   """The sum of the weighted values of a metric, and of their weights."""
-  found: Any = metric(scores, chunk)
+  returned: Any = metric(scores, chunk)
   shape = chunk.targets.shape
-  with edges.asserted(
-    lambda: (
-      f'Evaluator.metrics has {metric.__name__}, which returned {jax.tree.map(jnp.shape, found)}'
-    ),
-    f'It has to return a pair: the values and the weights of the targets, {shape} each.',
-  ):
-    chex.assert_shape(found, [shape, shape])
-  values, weights = found
+
+  def message() -> str:
+    shapes = jax.tree.map(jnp.shape, returned)
+    return f'Evaluator.metrics has {metric.__name__}, which returned {shapes}'
+
+  expected = f'It has to return a pair: the values and the weights of the targets, {shape} each.'
+  with edges.asserted(message, expected):
+    chex.assert_shape(returned, [shape, shape])
+  values, weights = returned
   weighted = jnp.sum(values * weights, dtype=jnp.float32)
-  return weighted, jnp.sum(weights, dtype=jnp.float32)
+  weight = jnp.sum(weights, dtype=jnp.float32)
+  return weighted, weight
 
 
 @may_change_on_resume()
@@ -266,29 +270,32 @@ class Evaluator:
     def scores(feed: TaskFeed) -> list[Scores]:
       """The scores of the chunks of a feed, on the host."""
       carry = self._initial_carry()
-      found = []
-      for chunk in prefetch(feed, self.spans(feed, whole), rows=rows):
+      chunk_scores = []
+      spans = self.spans(feed, whole)
+      for chunk in prefetch(feed, spans, rows=rows):
         if stop():
           raise Preempted('stopped during an evaluation, which was abandoned')
         batch = self._partitioner.place_batch(chunk, self.batch_size)
-        carry, of_chunk = self._read(params, carry, batch, cut)
-        found.append(of_chunk)
-        found[-2:-1] = jax.device_get(found[-2:-1])  # two chunks in flight, as in training
-      return jax.device_get(found)
+        carry, latest = self._read(params, carry, batch, cut)
+        chunk_scores.append(latest)
+        before_latest = chunk_scores[-2:-1]
+        chunk_scores[-2:-1] = jax.device_get(before_latest)  # two chunks in flight, as in training
+      return jax.device_get(chunk_scores)
 
     chunks = {name: scores(feed) for name, feed in self.sources.items()}
     quick_sums = {}
     for name, parts in chunks.items():
-      quick_sums[name] = _sum(parts[: self._quick])
+      quick_parts = parts[: self._quick]
+      quick_sums[name] = _sum(quick_parts)
     quick = self._metrics(quick_sums)
     if not whole:
       return quick
     sums = {name: _sum(parts) for name, parts in chunks.items()}
-    found = self._metrics(sums)
+    metrics = self._metrics(sums)
     if self._quick is not None:
       for name in ('loss', 'bits_per_byte'):
-        found[f'quick_{name}'] = quick[name]
-    return found
+        metrics[f'quick_{name}'] = quick[name]
+    return metrics
 
   def _metrics(self, scores: Mapping[str, Scores]) -> Metrics:
     """The metrics of the sums of each source."""
@@ -309,14 +316,15 @@ class Evaluator:
 
     mean = jax.tree.map(weighted, *scores.values())
     ratio = mean_tokens_per_byte(self._weights, ratios)
-    found = {**_metrics(mean, ratio), **self._of_terms(mean)}
+    metrics = _metrics(mean, ratio)
+    metrics |= self._of_terms(mean)
     targets = [float(source.weight.sum()) for source in scores.values()]
-    found['targets'] = sum(targets)
+    metrics['targets'] = sum(targets)
     for name, source in scores.items():
       for metric, value in _metrics(source, ratios[name]).items():
         if '_by_position/' not in metric:
-          found[f'{metric}/{name}'] = value
-    return found
+          metrics[f'{metric}/{name}'] = value
+    return metrics
 
   def _of_terms(self, scores: Any) -> dict[str, float]:
     metrics: dict[str, float] = {}
@@ -329,18 +337,22 @@ class Evaluator:
 
 def _sum(parts: Sequence[Scores]) -> Scores:
   """The sum of the scores of chunks, float64."""
-  return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=float), *parts)
+
+  def total(*leaves):
+    return np.sum(leaves, axis=0, dtype=float)
+
+  return jax.tree.map(total, *parts)
 
 
 def _metrics(scores: Any, tokens_per_byte: float | None) -> Metrics:
   loss = float(scores.loss.sum())
   weight = float(scores.weight.sum())
-  found = text_metrics(loss, weight, tokens_per_byte)
-  found['accuracy'] = _mean(scores.right, scores.weight.sum())
+  metrics = text_metrics(loss, weight, tokens_per_byte)
+  metrics['accuracy'] = _mean(scores.right, scores.weight.sum())
   for name, (total, total_weight) in scores.metrics.items():
-    found[f'metrics/{name}'] = _mean(total, total_weight)
-  found |= position_metrics(scores.loss, scores.weight)
-  return found
+    metrics[f'metrics/{name}'] = _mean(total, total_weight)
+  metrics |= position_metrics(scores.loss, scores.weight)
+  return metrics
 
 
 def _mean(total: Any, weight: Any) -> float:

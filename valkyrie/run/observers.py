@@ -56,17 +56,28 @@ class Refusals(contextlib.AbstractContextManager['Refusals']):
     before = self._skipped
     self._skipped = int(metrics.skipped)
     if self._skipped > before and self._lines is not None:
-      why = 'not finite'
-      if bool(metrics.spiked):
-        why = 'loss spike'
-      sums = metrics.sums
-      text = text_metrics(float(sums.followed), float(sums.weight), None)
-      loss = text['loss']
-      line = {'step': step, 'why': why, 'loss': loss, 'grad_norm': float(metrics.grad_norm)}
-      line['read'] = self.budget.describe(step)
-      self._lines.write(line)
-      self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
+      self._write(self._lines, step, metrics)
     self.budget(step, self._skipped)
+
+  def _write(self, lines: JsonLines, step: int, metrics: StepMetrics) -> None:
+    """Writes and says why a step is refused."""
+    why = 'not finite'
+    if bool(metrics.spiked):
+      why = 'loss spike'
+    total = float(metrics.sums.followed)
+    weight = float(metrics.sums.weight)
+    text = text_metrics(total, weight, None)
+    loss = text['loss']
+    lines.write(
+      {
+        'step': step,
+        'why': why,
+        'loss': loss,
+        'grad_norm': float(metrics.grad_norm),
+        'read': self.budget.describe(step),
+      }
+    )
+    self.say(f'step {step} is refused: {why} (loss {loss:.4g})')
 
   def rewound(self, step: int, goal: int) -> None:
     """Writes that step `step` was rewound to the parameters and optimizer of step `goal`."""
@@ -105,20 +116,21 @@ class Validation:
     step = run.step
     is_last = step == run.lengths.train_steps
     with doing(f'evaluating step {step}', self.say):
-      found = self.evaluator(run.state.evaluated, whole=is_last, stop=self.should_stop)
-    run.note_loss(found.get('quick_loss', found['loss']))
-    self.writer.write_scalars(step, found)
+      metrics = self.evaluator(run.state.evaluated, whole=is_last, stop=self.should_stop)
+    loss = metrics.get('quick_loss', metrics['loss'])
+    run.note_loss(loss)
+    self.writer.write_scalars(step, metrics)
     if jax.process_index() == 0:
-      self.writer.draw(step, lambda: self._draw(found))
+      self.writer.draw(step, lambda: self._draw(metrics))
     split = 'validation'
     if is_last:
       split = 'the whole validation split'
-    described = ', '.join(describe(found))
+    described = ', '.join(describe(metrics))
     self.say(f'step {step}, {split}: {described}')
 
-  def _draw(self, found: Metrics) -> dict[str, np.ndarray]:
+  def _draw(self, metrics: Metrics) -> dict[str, np.ndarray]:
     folder = pathlib.Path(self.model_dir)
-    picture = pictures.write_loss_by_position(folder, {'validation': found})
+    picture = pictures.write_loss_by_position(folder, {'validation': metrics})
     return {'validation/loss_by_position': picture[None]}
 
 

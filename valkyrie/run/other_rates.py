@@ -40,21 +40,27 @@ def other_rates(saved: Mapping[str, float] | None, rates: Rates, steps: range) -
     )
   before = int(saved['ends'])
   after = int(schedule['ends'])
-  if before == after:
-    return lines
+  if before != after:
+    lines += _other_end(rates, steps, before, after)
+  return lines
 
+
+def _other_end(rates: Rates, steps: range, before: int, after: int) -> list[str]:
+  """A line about the step at which another end of the schedule changes the rate most; if any."""
   count = min(len(steps), _COMPARED)
-  places = np.linspace(steps.start, steps.stop - 1, count)
-  chosen = places.round().astype(int).tolist()
+  last = steps.stop - 1
+  places = np.linspace(steps.start, last, count)
+  rounded = places.round()
+  chosen = rounded.astype(int).tolist()
   earlier = np.array([rates.rate(step, before) for step in chosen])
   current = np.array([rates.rate(step, after) for step in chosen])
   apart = np.abs(current - earlier)
   most = int(apart.argmax())
-  largest = apart[most]
-  if largest > _TOLERANCE * current.max():
-    lines.append(
-      f'the schedule of the learning rate ended at step {before}, and now ends at step {after}: '
-      f'step {chosen[most] + 1} has {current[most]:.4g}, and with the earlier end '
-      f'{earlier[most]:.4g}. To keep the earlier end, add --gin.Optimizer.train_steps={before}'
-    )
-  return lines
+  tolerated = _TOLERANCE * current.max()
+  if apart[most] <= tolerated:
+    return []
+  return [
+    f'the schedule of the learning rate ended at step {before}, and now ends at step {after}: '
+    f'step {chosen[most] + 1} has {current[most]:.4g}, and with the earlier end '
+    f'{earlier[most]:.4g}. To keep the earlier end, add --gin.Optimizer.train_steps={before}'
+  ]

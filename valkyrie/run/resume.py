@@ -193,20 +193,22 @@ def first_state(
 
 def unread_weights(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
   """A sentence, if this run names first weights that the run that saved did not begin with."""
-  sources: list[Any] = []
-  for record in (found, expected):
-    configuration = record.get('configuration')
-    source = None
-    if isinstance(configuration, dict):
-      source = configuration.get('train.initial_weights')
-    sources.append(source)
-  before, given = sources
+  before = _initial_weights(found)
+  given = _initial_weights(expected)
   if given in (None, before):
     return ''
   return (
     f'train.initial_weights = {given!r} is read only where a run begins, and this one goes on with '
     'the weights of its checkpoint.'
   )
+
+
+def _initial_weights(record: Mapping[str, Any]) -> Any:
+  """The first weights that a record names, if any."""
+  configuration = record.get('configuration')
+  if not isinstance(configuration, dict):
+    return None
+  return configuration.get('train.initial_weights')
 
 
 def _restored_state(setup: Setup, directory: CheckpointDirectory, saved_rows: int) -> TrainState:

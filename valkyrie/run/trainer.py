@@ -183,11 +183,17 @@ def batches(reading: Reading, setup: Setup, steps: range) -> Iterator[Batch]:
   batch_size = setup.settings.batch_size
   rows = partitioner.local_rows(batch_size)
   check_consistency = consistency.TokenConsistency(reading.feed, rows)
-  spans = ((reading.place(n), setup.curriculum.phase(n).tokens_per_row) for n in steps)
-  ahead = prefetch(reading.feed, spans, rows=rows)
+  ahead = prefetch(reading.feed, _spans(reading, setup, steps), rows=rows)
   for step, batch in zip(steps, ahead, strict=True):
     check_consistency(step, reading.place(step), batch)
     yield partitioner.place_batch(batch, batch_size)
+
+
+def _spans(reading: Reading, setup: Setup, steps: range) -> Iterator[tuple[int, int]]:
+  """(position, length) of each row that each step reads."""
+  for step in steps:
+    phase = setup.curriculum.phase(step)
+    yield reading.place(step), phase.tokens_per_row
 
 
 def _shape_text(phase: Phase) -> str:
