@@ -143,10 +143,11 @@ class StateFiles:
       stored, _ = self._stored(path, target, partial)
       state_forms.check_same(place, stored, state_forms.without_empty_arrays(target))
 
-    def array_of(keys: Any, leaf: jax.ShapeDtypeStruct) -> StoredArray:
+    def array_of(path: Any, leaf: jax.ShapeDtypeStruct) -> StoredArray:
       read = functools.partial(np.zeros, leaf.shape, leaf.dtype)
       if leaf.size:
-        name = '.'.join(key.key for key in keys)
+        keys = [entry.key for entry in path]
+        name = '.'.join(keys)
         read = functools.partial(_read_array, place, name)
       return StoredArray(leaf.shape, leaf.dtype, read)
 
@@ -163,11 +164,8 @@ class StateFiles:
     metadata = self._handler.metadata(path)
     stored = state_forms.shapes(dict(metadata.tree))
     if partial:
-      stored = {field: tree for field, tree in stored.items() if field in target}
-      for field in stored.keys() & {'params', 'average'}:
-        modules = stored[field] or {}
-        stored[field] = _of_model_or_asked(modules, target[field])
-    elif hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
+      return _part_of(stored, target), True
+    if hasattr(target, '_asdict'):  # an earlier version may lack a field that is empty here
       for field, value in target._asdict().items():
         if value is None and field not in stored:
           stored[field] = None
@@ -200,6 +198,15 @@ class StateFiles:
     """Ends the threads of Orbax."""
     self._orbax.close()
     self._folder.close()
+
+
+def _part_of(stored: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of a state that a target asks for, without parameters of others."""
+  part = {field: tree for field, tree in stored.items() if field in target}
+  for field in part.keys() & {'params', 'average'}:
+    modules = part[field] or {}
+    part[field] = _of_model_or_asked(modules, target[field])
+  return part
 
 
 def _of_model_or_asked(modules: Mapping[str, Any], asked: Any) -> dict[str, Any]:

@@ -57,17 +57,20 @@ class _LastRead:
     for number in [*self._arrays]:
       if used + size <= self._limit:
         return
-      used -= self._arrays.pop(number).nbytes
+      oldest = self._arrays.pop(number)
+      used -= oldest.nbytes
 
 
 def keeping_last(arrays: Any) -> Any:
   """A pytree of stored arrays that keeps what it has read last, as much as the largest array."""
   leaves, structure = jax.tree.flatten(arrays)
-  last = _LastRead(max(array.nbytes for array in leaves))
+  largest = max(array.nbytes for array in leaves)
+  last = _LastRead(largest)
   kept = []
   for number, array in enumerate(leaves):
     read = functools.partial(last.read, number, array)
-    kept.append(StoredArray(array.shape, array.dtype, read))
+    stored = StoredArray(array.shape, array.dtype, read)
+    kept.append(stored)
   return jax.tree.unflatten(structure, kept)
 
 

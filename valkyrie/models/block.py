@@ -92,27 +92,34 @@ class Block(hk.Module):
     carry have another form than its inputs raises a ConfigurationError.
     """
     inputs = x
-    after = []
+    carries = []
     for mixer, before in zip(self.mixers, carry, strict=True):
       read = self._normed_before(x, 'mixer_norm')
       y, mixer_carry = mixer(read, before, positions=positions, segment_ids=segment_ids)
       check_result(type(mixer).__name__, x, before, y, mixer_carry)
-      y = self._normed_after(y.astype(x.dtype), 'post_mixer_norm')
+      y = y.astype(x.dtype)
+      y = self._normed_after(y, 'post_mixer_norm')
       x = x + layers.dropout(y, self.dropout)
-      after.append(mixer_carry)
+      carries.append(mixer_carry)
     mixed = x
     if self.mlp is None:
       added = jnp.zeros_like(x)
     else:
-      added = self.mlp(self._normed_before(mixed, 'mlp_norm'))
+      read = self._normed_before(mixed, 'mlp_norm')
+      added = self.mlp(read)
       added = self._normed_after(added, 'post_mlp_norm')
       added = layers.dropout(added, self.dropout)
       x = mixed + added
     if found:
-      activations = {'mixers': mixed - inputs, 'mlp': added, 'stream': x}
+      activations = {
+        'mixers': mixed - inputs,
+        'mlp': added,
+        'stream': x,
+      }
       for kind, values in found.items():
-        values.append(activations[kind])
-    return x, tuple(after)
+        value = activations[kind]
+        values.append(value)
+    return x, tuple(carries)
 
   @hk.transparent
   def _normed_before(self, x: Array, name: str) -> Array:

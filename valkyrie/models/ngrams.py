@@ -66,18 +66,21 @@ class NgramEmbedding(Module):
     # 1 + the token that many places before each, or 0 before the start of its document.
     numbers = []
     for lag, token in enumerate(shifted):
-      number = jnp.where(positions >= lag, 1 + token[..., 0], 0)
+      is_inside = positions >= lag
+      number = jnp.where(is_inside, 1 + token[..., 0], 0)
       numbers.append(number.astype(jnp.uint32))
     digest, *earlier = numbers
+    table_shape = (self.rows, self.width)
     embedded = []
     for lag, number in enumerate(earlier, 1):
       order = lag + 1
-      digest = mixed(digest + jnp.uint32(lag)) ^ number
+      salted = digest + jnp.uint32(lag)
+      digest = mixed(salted) ^ number
       if order in self.orders:
-        shape = (self.rows, self.width)
-        table = parameter(f'table_{order}', shape, _INIT, axes=('ngrams', 'embed'))
+        table = parameter(f'table_{order}', table_shape, _INIT, axes=('ngrams', 'embed'))
         row = mixed(digest) % self.rows
-        embedding = rows_of(table, row.astype(jnp.int32))
+        row = row.astype(jnp.int32)
+        embedding = rows_of(table, row)
         embedded.append(embedding.astype(dtype))
     rows = jnp.concatenate(embedded, axis=-1)
     axes = (None, 'embed')

@@ -50,11 +50,10 @@ class Quantized(Matrix):
     """See `Matrix.multiply`; no layout splits these products."""
     matrices = list(itertools.chain.from_iterable(groups))
     y = product(x, matrices, dtype)
-
-    def width(group):
-      return sum(w.shape[1] for w in group)
-
-    widths = [width(group) for group in groups]
+    widths = []
+    for group in groups:
+      width = sum(w.shape[1] for w in group)
+      widths.append(width)
     group_ends = np.cumsum(widths)
     return jnp.split(y, group_ends[:-1], axis=-1)
 

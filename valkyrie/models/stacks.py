@@ -50,7 +50,10 @@ class Stack(NamedTuple):
 def around_insert(repeats: int) -> tuple[list[Stack], list[Stack]]:
   """The stacks below an insert and above it."""
   lower = repeats - repeats // 2
-  return [Stack('', 0, lower)], [Stack('upper_', lower, repeats - lower)]
+  upper = repeats - lower
+  below = Stack('', 0, lower)
+  above = Stack('upper_', lower, upper)
+  return [below], [above]
 
 
 def divided(repeats: int, cuts: Collection[int]) -> list[Stack]:
@@ -71,14 +74,15 @@ def within(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def by_layer(values: Sequence[Mapping[str, Sequence[Array]]]) -> dict[str, Array]:
   """{kind: [layers, ...]}, from [repeats, ...] of each block of the pattern in each stack."""
   first, *_ = values
-  found = {}
+  joined = {}
   for kind in first:
     parts = []
-    for of_stack in values:
-      stacked = jnp.stack(of_stack[kind], axis=1)
-      parts.append(stacked.reshape(-1, *stacked.shape[2:]))
-    found[kind] = jnp.concatenate(parts)
-  return found
+    for values_of_stack in values:
+      by_repeat = jnp.stack(values_of_stack[kind], axis=1)
+      _, _, *rest = by_repeat.shape
+      parts.append(by_repeat.reshape(-1, *rest))
+    joined[kind] = jnp.concatenate(parts)
+  return joined
 
 
 class Place(NamedTuple):
@@ -101,5 +105,8 @@ def place_of(module: str) -> Place | None:
   match = _MODULE.fullmatch(module)
   if match is None:
     return None
-  inside = (match[4] or '').removeprefix('/~').strip('/')
-  return Place(bool(match[1]), int(match[2] or 0), int(match[3]), inside)
+  upper, first, block, rest = match.groups()
+  inside = rest or ''
+  inside = inside.removeprefix('/~').strip('/')
+  first_repeat = int(first or 0)
+  return Place(bool(upper), first_repeat, int(block), inside)

@@ -267,10 +267,11 @@ class Partitioner:
     sharding = self.batch_sharding()
     by_device = sharding.addressable_devices_indices_map((batch_size, 1))
     rows = set()
+    all_rows = range(batch_size)
     for index in by_device.values():
       if index:
-        rows_of_device = range(batch_size)[index[0]]
-        rows.update(rows_of_device)
+        part, *_ = index
+        rows.update(all_rows[part])
     return sorted(rows)
 
   def place_batch(self, batch: Batch, batch_size: int | None = None) -> Batch:
@@ -289,10 +290,11 @@ class Partitioner:
 
     def place(x):
       def part(index):
-        rows_of_device = rows[index[0]]
+        row_part, time_part = index
+        rows_of_device = rows[row_part]
         first = held.index(rows_of_device.start)
         last = first + len(rows_of_device)
-        return x[first:last, index[1]]
+        return x[first:last, time_part]
 
       shape = (len(rows), x.shape[1])
       return jax.make_array_from_callback(shape, sharding, part)
