@@ -160,16 +160,14 @@ def _canonical(values: Mapping[str, Any], epsilon: float) -> Values:
   """The bindings with one value for each meaning, and without those that do nothing."""
   result = dict(values)
   for owner in ('FullAttention', 'LongformerAttention'):
-    if result.get(f'{owner}.kv_heads', 1) is None:
-      result[f'{owner}.kv_heads'] = result.get(f'{owner}.heads')
+    _replace_none(result, f'{owner}.kv_heads', result.get(f'{owner}.heads'))
     dilations = result.get(f'{owner}.dilations')
-    if dilations is not None and all(dilation == 1 for dilation in dilations):
+    if dilations is not None and set(dilations) <= {1}:
       result[f'{owner}.dilations'] = None
-  if result.get('GatedDeltaNet.value_heads', 1) is None:
-    result['GatedDeltaNet.value_heads'] = result.get('GatedDeltaNet.heads')
-  if result.get('GatedDeltaNet.norm_epsilon', 1) is None:
-    result['GatedDeltaNet.norm_epsilon'] = epsilon
-  if result.get('Block.mlp', '') is None:
+  _replace_none(result, 'GatedDeltaNet.value_heads', result.get('GatedDeltaNet.heads'))
+  _replace_none(result, 'GatedDeltaNet.norm_epsilon', epsilon)
+  has_no_mlp = 'Block.mlp' in result and result['Block.mlp'] is None
+  if has_no_mlp:
     result['Block.mlp_width'] = None
   idle: Sequence[str] = ()
   if result.get('Rotary.factor') == 1:
@@ -179,3 +177,9 @@ def _canonical(values: Mapping[str, Any], epsilon: float) -> Values:
   for name in idle:
     result.pop(name, None)
   return result
+
+
+def _replace_none(values: Values, name: str, default: Any) -> None:
+  """Gives a binding that is None the value that it stands in for."""
+  if name in values and values[name] is None:
+    values[name] = default

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -93,12 +94,13 @@ class InitialWeights:
     source = open_source(self.source, str(self.step))
     leaves = named_tensors.leaves(params)
     source, primed, chosen = self._matched(source, leaves, model, make, vocabulary)
-    for line in [
-      *self._report(source, primed, chosen, vocabulary),
-      *_other_settings(source, make),
-    ]:
+    lines = self._report(source, primed, chosen, vocabulary)
+    lines += _other_settings(source, make)
+    for line in lines:
       say(line)
-    loaded: dict[str, dict[str, Array]] = {module: dict(group) for module, group in params.items()}
+    loaded: dict[str, dict[str, Array]] = {}
+    for module, group in params.items():
+      loaded[module] = dict(group)
     for leaf in leaves:
       choices = [chosen[name] for name in leaf.tensors]
       if any(choice != FRESH for choice in choices):
@@ -120,7 +122,9 @@ class InitialWeights:
   ) -> tuple[Source, Primed, dict[str, str]]:
     """The source with its tensors as the model takes them, those that are primed, and `_chosen`."""
     tensors = source.tensors
-    if not any(named_tensors.is_adapter(name) for leaf in leaves for name in leaf.tensors):
+    names = itertools.chain.from_iterable(leaf.tensors for leaf in leaves)
+    has_adapters = any(map(named_tensors.is_adapter, names))
+    if not has_adapters:
       tensors = named_tensors.merged(tensors)
     primed = Primed(tensors)
     if self.primed:
@@ -375,7 +379,10 @@ def _fill(part: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
   if not index:
     part[...] = tensor.read(())
     return
-  first = index[0].start or 0
-  rows = min(len(part), tensor.shape[0] - first)
+  wanted, *others = index
+  first = wanted.start or 0
+  left = tensor.shape[0] - first
+  rows = min(len(part), left)
   if rows > 0:
-    part[:rows] = tensor.read((slice(first, first + rows), *index[1:]))
+    rows_there = slice(first, first + rows)
+    part[:rows] = tensor.read((rows_there, *others))

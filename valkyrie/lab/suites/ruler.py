@@ -254,8 +254,9 @@ def _symbols(random: np.random.Generator, kind: str, count: int) -> list[str]:
     uuids = []
     for _ in range(count):
       drawn = random.bytes(16)
-      uuids.append(uuid.UUID(bytes=drawn, version=4))
-    return [str(one) for one in uuids]
+      drawn_uuid = uuid.UUID(bytes=drawn, version=4)
+      uuids.append(str(drawn_uuid))
+    return uuids
   words = problem.words(random, 2 * count)
   first_words = words[::2]
   second_words = words[1::2]

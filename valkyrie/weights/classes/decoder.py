@@ -153,36 +153,50 @@ class Decoder(ModelClass):
 def _attention_of(blocks: list[Any]) -> LongformerAttention | str:
   """The attention that all blocks have beside a gated MLP, or what one has instead."""
   mixers = [mixer for block in blocks for mixer in block.mixers]
-  plain = [block for block in blocks if block.norm == 'before' and block.mlp is not None]
-  are_single = len(plain) == len(blocks) and all(len(block.mixers) == 1 for block in blocks)
-  if not are_single or not isinstance(mixers[0], LongformerAttention):
+  are_plain = all(map(_is_plain, blocks))
+  if not are_plain or not isinstance(mixers[0], LongformerAttention):
     return 'a layer has another mixer than one attention, no MLP, or norms after its parts'
   first = mixers[0]
   attentions = [mixer for mixer in mixers if isinstance(mixer, LongformerAttention)]
-  facts = {
-    (type(m), m.heads, m.kv_heads, m.head_width, m.window, m.query_key_norm, m.frequencies)
-    for m in attentions
-  }
-  if len(facts) > 1 or len(attentions) < len(mixers):
+  kinds = {_kind_of(attention) for attention in attentions}
+  if len(kinds) > 1 or len(attentions) < len(mixers):
     return 'its layers have different attention'
-  has_globals = first.registers or first.document_start or {*(first.dilations or (1,))} != {1}
+  dilations = first.dilations or (1,)
+  has_globals = first.registers or first.document_start or set(dilations) != {1}
   is_whole = first.query_key_norm == 'whole'
-  if (
-    has_globals
-    or is_whole
-    or first.frequencies.share != 1
-    or any(m.output_gate for m in attentions)
-  ):
+  turns_all = first.frequencies.share == 1
+  has_gate = any(attention.output_gate for attention in attentions)
+  if has_globals or is_whole or not turns_all or has_gate:
     return (
       'its attention has registers, global tokens, dilations, a norm over all heads, an output '
       'gate, or channels that do not turn'
     )
+  width = blocks[0].mlp.width
   mlps = {(getattr(block.mlp, 'activation', None), block.mlp.width) for block in blocks}
-  if mlps != {('silu', blocks[0].mlp.width)}:
+  if mlps != {('silu', width)}:
     return 'it has MLPs of different widths or without a gate by silu'
   if first.query_key_norm and not isinstance(first, FullAttention):
     return 'its attention has a window, and a norm of queries and keys'
   return first
+
+
+def _is_plain(block: Any) -> bool:
+  """Whether a block is one mixer and an MLP, each after a norm."""
+  has_mlp = block.norm == 'before' and block.mlp is not None
+  return has_mlp and len(block.mixers) == 1
+
+
+def _kind_of(attention: LongformerAttention) -> tuple[Any, ...]:
+  """What the attention of all layers must share."""
+  return (
+    type(attention),
+    attention.heads,
+    attention.kv_heads,
+    attention.head_width,
+    attention.window,
+    attention.query_key_norm,
+    attention.frequencies,
+  )
 
 
 def _count(value: Any) -> int:
