@@ -93,7 +93,7 @@ class Module(hk.Module):
       place = leaf_path(path)
       name = f'first_carry.{place}' if place else 'first_carry'
       _, *shape = part.shape
-      axes = [None] * len(shape)
+      axes: list[str | None] = [None] * len(shape)
       if axes:
         axes[0] = FIRST_CARRY
       first = parameter(name, tuple(shape), jnp.zeros, axes=tuple(axes))

@@ -40,9 +40,9 @@ class Lora:
   def getter(self, following, whole: Array, context: hk.GetterContext) -> Any:
     """A Haiku getter: W + A B for each matrix W whose path fits the pattern."""
     whole = following(whole)
-    if not self._is_adapted(whole, context):
+    declared = self._adapted(whole, context)
+    if declared is None:
       return whole
-    declared = context.original_init
     inputs, outputs = declared.axes
     cast = declared.cast
     d_in, d_out = whole.shape
@@ -56,14 +56,15 @@ class Lora:
     adaptation = down.astype(cast) @ up.astype(cast)
     return whole.astype(cast) + adaptation
 
-  def _is_adapted(self, whole: Array, context: hk.GetterContext) -> bool:
-    """Whether a parameter is a matrix, not half of an adapter, whose path fits the pattern."""
+  def _adapted(self, whole: Array, context: hk.GetterContext) -> Declared | None:
+    """The declaration of a matrix whose path fits the pattern; None of others and of halves."""
     declared = context.original_init
-    is_matrix = isinstance(declared, Declared) and declared.cast is not None and whole.ndim == 2
+    if not isinstance(declared, Declared) or declared.cast is None or whole.ndim != 2:
+      return None
     is_half = context.name.endswith((A, B))
-    if not is_matrix or is_half:
-      return False
-    return re.search(self.pattern, context.full_name) is not None
+    if is_half or not re.search(self.pattern, context.full_name):
+      return None
+    return declared
 
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""
