@@ -25,9 +25,11 @@ HEAD = (
 )
 _KERNELS = "--gin.LongformerAttention.kernels='prefer'"
 _QWEN = '--gin_file=scripts/experiments/qwen3_5_2b.gin'
+_ONE = '--gin_file=gin/partition/single.gin'
 _SPLIT = '--gin_file=gin/partition/context_fsdp.gin'
 _QUARTER = '--gin.FullAttention.max_context=262144'
 _WHOLE = ("--gin.FullAttention.kernels='prefer'", '--gin.FullAttention.slice_size=2048')
+_NARROW = "--gin.LanguageModel.parameter_dtype='bfloat16'"
 
 
 def describe(row: certify.Row, found: certify.Certificate) -> Sequence[str]:
@@ -52,10 +54,10 @@ def describe(row: certify.Row, found: certify.Certificate) -> Sequence[str]:
   )
 
 
-def qwen(topology: str, *flags: str, **macros: int) -> certify.Row:
-  """A row of Qwen3.5-2B's shape, split over the GPUs."""
+def qwen(topology: str, layout: str, *flags: str, **macros: int) -> certify.Row:
+  """A row of Qwen3.5-2B's shape, in a layout."""
   further = [f'--gin.{name}={value}' for name, value in macros.items()]
-  return certify.Row((_QWEN, _SPLIT, f'--topology={topology}', *flags, *further))
+  return certify.Row((_QWEN, layout, f'--topology={topology}', *flags, *further))
 
 
 TABLE = certify.Table(
@@ -68,9 +70,12 @@ TABLE = certify.Table(
     certify.run('h200', 'h200:8', '--gin_file=gin/partition/zero1.gin', batch_size=8),
     certify.run('h200', '4xh200:8', '--gin_file=gin/partition/zero1.gin', batch_size=32),
     certify.run('v5p_64_8b', '8xh100:8', _KERNELS),
-    qwen('h100:8', _QUARTER, chunks=4, backprop_chunks=4),
-    qwen('h100:8', _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
-    qwen('h100:8', *_WHOLE),
+    qwen('h100:8', _SPLIT, _QUARTER, chunks=4, backprop_chunks=4),
+    qwen('h100:8', _SPLIT, _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
+    qwen('h100:8', _SPLIT, *_WHOLE),
+    qwen(
+      'h100:1', _ONE, _QUARTER, *_WHOLE, _NARROW, chunk_size=8192, chunks=32, backprop_chunks=32
+    ),
   ),
 )
 
