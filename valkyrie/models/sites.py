@@ -25,7 +25,7 @@ from valkyrie.models.declarations import Declared, Parameters
 from valkyrie.models.layers import parameter
 from valkyrie.models.matrices import Decomposed, Masks, component_axis
 from valkyrie.models.stacks import place_of
-from valkyrie.types import Array, Params
+from valkyrie.types import Array, Axes, Params
 
 V = '_v'  # the ends of the names of the factors
 U = '_u'
@@ -201,6 +201,7 @@ class Site(NamedTuple):
   """A stacked site: its module and name, its layers L, and the shapes of its matrix and factors.
 
   first: the number of its first repeat of the pattern.
+  axes: the logical axes of d_in and d_out.
   """
 
   module: str
@@ -211,6 +212,7 @@ class Site(NamedTuple):
   d_out: int
   components: int
   matrix: Callable[[Array], Array]
+  axes: Axes
 
   def target(self, params: Params) -> Array:
     """The matrices W [L, d_in, d_out]."""
@@ -233,12 +235,13 @@ def sites_of(parameters: Parameters) -> dict[str, Site]:
       matrix = group[name].matrix
       if matrix is None or name + V not in group:
         continue
-      v = group[name + V].shape
-      u = group[name + U].shape
-      layers, d_in, components = v.shape
-      d_out = u.shape[-1]
+      v = group[name + V]
+      u = group[name + U]
+      layers, d_in, components = v.shape.shape
+      d_out = u.shape.shape[-1]
+      axes = v.axes[1], u.axes[-1]
       path = f'{module}/{name}'
       place = place_of(module)
       first = place.first if place is not None else 0
-      sites[path] = Site(module, name, first, layers, d_in, d_out, components, matrix)
+      sites[path] = Site(module, name, first, layers, d_in, d_out, components, matrix, axes)
   return sites
