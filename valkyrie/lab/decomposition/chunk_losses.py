@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax import lax
@@ -16,6 +17,7 @@ from valkyrie.lab.decomposition.evaluation import Memory
 from valkyrie.lab.decomposition.importance import Importance
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked
 from valkyrie.models.features import SITES
+from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import sites_of
 from valkyrie.training.losses import divergences
 from valkyrie.training.objective import Chunk, Part, Term
@@ -56,6 +58,13 @@ class Settings(Protocol):
   def reference_tokens(self) -> int: ...
 
 
+class _Pass(NamedTuple):
+  """A masked pass: the masks of its sites by path, and the carry before it."""
+
+  masks: Mapping[str, Masks]
+  carry: Carry
+
+
 class ChunkReading:
   """What the losses of a chunk share: importances, draws and the clean distribution.
 
@@ -91,26 +100,66 @@ class ChunkReading:
 
   def reconstruction(self, number: int, loss: Stochastic) -> tuple[Array, list[Carry]]:
     """(The summed divergence of a loss, the mean over its passes; the carries of the passes)."""
+    passes = self._passes(number, loss)
+    return self._mean([self._read(*each) for each in passes])
+
+  def reconstructions(
+    self, losses: Sequence[Stochastic], side_by_side: bool
+  ) -> list[tuple[Array, list[Carry]]]:
+    """`reconstruction` of each loss; `side_by_side`, see `objective.Decomposition`."""
+    if not side_by_side:
+      return [self.reconstruction(number, loss) for number, loss in enumerate(losses)]
+    by_loss = [self._passes(number, loss) for number, loss in enumerate(losses)]
+    all_passes = itertools.chain.from_iterable(by_loss)
+    results = iter(self._read_side_by_side([*all_passes]))
+    return [self._mean([next(results) for _ in passes]) for passes in by_loss]
+
+  def _passes(self, number: int, loss: Stochastic) -> list[_Pass]:
+    """The passes of a loss."""
     sources = None
     if isinstance(loss, Adversary):
       given_sources = sources_of(str(number), self._arrays)
       sources = loss.spread(given_sources, self._tokens)
-    passes = [*loss.masks(number, self.low, self._sites, self._tokens, sources)]
+    masks = [*loss.masks(number, self.low, self._sites, self._tokens, sources)]
     carries = self.before.passes[number]  # none with the memory 'clean'
+    if not carries:
+      clean = {'model': self._chunk.before['model']}
+      carries = [clean] * len(masks)
+    return [_Pass(*each) for each in zip(masks, carries, strict=True)]
+
+  def _read(self, given: Mapping[str, Masks], carry: Carry) -> tuple[Array, Carry]:
+    """(The summed divergence of a pass, the carry after it)."""
     size = self._chunk.model.about.vocabulary_size
+    features, after = masked(self._chunk, given, carry)
+    divergence = divergences(self._chunk.features, features, size)
+    return jnp.sum(self._weights * divergence), after
+
+  def _mean(self, results: Sequence[tuple[Array, Carry]]) -> tuple[Array, list[Carry]]:
+    """(The mean divergence of passes, and their carries, if they have carries of their own)."""
     total = jnp.zeros(())
-    carries_after = []
-    for index, given in enumerate(passes):
-      carry = self._chunk.before
-      if carries:
-        carry = carries[index]
-      features, after = masked(self._chunk, given, carry)
-      divergence = divergences(self._chunk.features, features, size)
-      weighted = jnp.sum(self._weights * divergence)
-      total += weighted / len(passes)
-      if carries:
-        carries_after.append(after)
-    return total, carries_after
+    carries = []
+    for weighted, after in results:
+      total += weighted / len(results)
+      carries.append(after)
+    if not any(self.before.passes):
+      carries = []
+    return total, carries
+
+  def _read_side_by_side(self, passes: Sequence[_Pass]) -> list[tuple[Array, Carry]]:
+    """`_read` of each pass; passes with the same sites share one program."""
+    by_sites: dict[tuple[str, ...], list[int]] = {}
+    for number, each in enumerate(passes):
+      by_sites.setdefault((*each.masks,), []).append(number)
+    results: dict[int, tuple[Array, Carry]] = {}
+    for numbers in by_sites.values():
+      group = [passes[number] for number in numbers]
+      # Layers stay in front, where the loop over them reads.
+      masks = _stacked([each.masks for each in group], axis=1)
+      carries = _stacked([each.carry for each in group], axis=0)
+      found = jax.vmap(self._read, in_axes=(1, 0))(masks, carries)
+      for place, number in enumerate(numbers):
+        results[number] = jax.tree.map(lambda leaf, place=place: leaf[place], found)
+    return [results[number] for number in range(len(passes))]
 
   @functools.cached_property
   def powers(self) -> dict[str, Array]:
@@ -158,6 +207,11 @@ class ChunkReading:
       is_alive = (low > 0.1).astype(low.dtype)
       total += jnp.einsum('lbtc,bt->', is_alive, self._share)
     return total
+
+
+def _stacked(trees: Sequence[Any], axis: int) -> Any:
+  """Equal pytrees as one, whose leaves are stacked along a new axis."""
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *trees)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Decomposition(GradientTerm):
     faithful_steps, faithful_rate: steps of Adam on only this difference before the run begins.
     memory: 'own', a carry for each masked pass; 'clean', the carry of the clean pass for all.
     clip_norm: the largest norm of the components' gradient.
+    side_by_side: read the masked passes of a step at once, where they have the same sites: each
+      layer gathers its weights once for all of them, and the factors have one gradient.
   """
 
   seed: Seed
@@ -98,6 +100,7 @@ class Decomposition(GradientTerm):
   faithful_rate: PositiveFloat = 1e-3
   memory: str = 'own'
   clip_norm: Limit = 0.01
+  side_by_side: bool = False
 
   name: ClassVar[str] = NAME
   activations: ClassVar[Sequence[str]] = (SITES,)
@@ -291,8 +294,8 @@ class Decomposition(GradientTerm):
     sums = {}
     passes = []
     total = jnp.zeros(())
-    for number, loss in enumerate(self.losses):
-      divergence, carries = read.reconstruction(number, loss)
+    found = read.reconstructions(self.losses, self.side_by_side)
+    for number, (loss, (divergence, carries)) in enumerate(zip(self.losses, found, strict=True)):
       passes.append(carries)
       if loss.coefficient:
         kind = 'adversarial' if loss.adversarial else loss.live
