@@ -17,6 +17,7 @@ from valkyrie.models.sites import Site
 from valkyrie.types import Array
 
 SCOPES = ('all', 'rows', 'positions', 'tokens')
+DTYPES = ('float32', 'bfloat16')
 _B1 = 0.5
 _B2 = 0.99
 _EPSILON = 1e-8
@@ -49,6 +50,8 @@ class Adversary(Stochastic):
       otherwise draw new sources in each step, and ascend by the signs of gradients.
     rate: the learning rate of the sources, or the size of a step by signs.
     warmup_steps: steps of the run in which a persistent adversary's rate rises linearly.
+    dtype: 'float32', or 'bfloat16', of sources and moments: half of the memory, which counts in the
+      scopes 'positions' and 'tokens'. Near 1, its sources move by 1/256 or not at all.
   """
 
   scope: str = 'all'
@@ -57,12 +60,14 @@ class Adversary(Stochastic):
   persistent: bool = True
   rate: PositiveFloat = 0.01
   warmup_steps: NonNegativeInt = 0
+  dtype: str = 'float32'
 
   adversarial: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
     check_choice('Adversary.scope', self.scope, SCOPES)
+    check_choice('Adversary.dtype', self.dtype, DTYPES)
     if self.source is not None or self.live not in ('all', 'subset'):
       raise ConfigurationError(
         f'Adversary.live={self.live!r} with source={self.source}: an adversary finds its own '
@@ -93,7 +98,7 @@ class Adversary(Stochastic):
     zeros = {}
     for path, site in sites.items():
       shape = (*shared, site.layers, site.components + 1)
-      zeros[path] = jnp.zeros(shape)
+      zeros[path] = jnp.zeros(shape, self.dtype)
     attack = Attack(zeros, zeros, zeros, jnp.zeros((), jnp.int32))
     return self.restarted(attack, seed, jnp.zeros((), jnp.int32))
 
@@ -105,7 +110,7 @@ class Adversary(Stochastic):
       key_of_run = jax.random.key(seed)
       key = jax.random.fold_in(key_of_run, zlib.crc32(path.encode()))
       key = jax.random.fold_in(key, step)
-      drawn[path] = jax.random.uniform(key, source.shape)
+      drawn[path] = jax.random.uniform(key, source.shape).astype(source.dtype)
     return attack._replace(sources=drawn)
 
   def spread(self, sources: Sources, tokens: Tokens) -> dict[str, Array]:
@@ -115,7 +120,9 @@ class Adversary(Stochastic):
       rows, places = source.shape[:2]
       row = tokens.row[:, None] % rows
       place = tokens.number % places
-      r = source[row, place]
+      # Tokens that share a source add up its gradient in float32.
+      wide = source.astype(jnp.promote_types(source.dtype, jnp.float32))
+      r = wide[row, place]
       spread[path] = jnp.moveaxis(r, 2, 0)
     return spread
 
@@ -125,17 +132,22 @@ class Adversary(Stochastic):
       return self._ascend_by_adam(attack, step, gradient)
 
     def move(r, g):
-      return jnp.clip(r + self.rate * jnp.sign(g), 0, 1)
+      moved = jnp.clip(r + self.rate * jnp.sign(g), 0, 1)
+      return moved.astype(r.dtype)
 
     sources = jax.tree.map(move, attack.sources, gradient)
     return attack._replace(sources=sources)
 
   def _ascend_by_adam(self, attack: Attack, step: Array, gradient: Sources) -> Attack:
+    # The gradient is float32, in which the moments are computed, and then rounded to be kept.
     def next_mean(m, g):
       return _B1 * m + (1 - _B1) * g
 
     def next_square(v, g):
       return _B2 * v + (1 - _B2) * g * g
+
+    def kept(new, old):
+      return new.astype(old.dtype)
 
     count = attack.count + 1
     mean = jax.tree.map(next_mean, attack.mean, gradient)
@@ -156,6 +168,8 @@ class Adversary(Stochastic):
       return moved.astype(r.dtype)
 
     sources = jax.tree.map(move, attack.sources, mean, square)
+    mean = jax.tree.map(kept, mean, attack.mean)
+    square = jax.tree.map(kept, square, attack.square)
     return Attack(sources, mean, square, count)
 
   def ascended(
