@@ -13,13 +13,14 @@ import tiny_run
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.decomposition import draws, importance, masks
-from valkyrie.lab.decomposition.adversary import Adversary
+from valkyrie.lab.decomposition.adversary import Adversary, Attack
+from valkyrie.lab.decomposition.faithfulness import unfaithfulness
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
 from valkyrie.lab.decomposition.objective import Decomposition
 from valkyrie.models.block import Block
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
-from valkyrie.models.sites import Sites, sites_of
+from valkyrie.models.sites import Site, Sites, sites_of
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -156,6 +157,45 @@ def test_importance_by_blocks_reads_the_past_through_its_carry():
     cut = jnp.concatenate([first[path], second[path]], axis=2)
     np.testing.assert_allclose(cut, whole[path], atol=1e-5)
     assert np.abs(forgotten[path][:, :, 0] - second[path][:, :, 0]).max() > 1e-3
+
+
+@pytest.mark.parametrize('recomputed', [False, True])
+def test_blocks_of_groups_are_a_stack_for_each_group(recomputed):
+  """Two groups of two layers, against a loop over the groups: logits, carries and gradients."""
+  pattern = (functools.partial(Block, mixers=(tiny.attention,), mlp_width=8),)
+  every = functools.partial(Sites, components=(('mlp/', C),))
+  sites = sites_of(tiny.model((tiny.s5,), layers=4, sites=every).parameters())
+  halves = {path: site._replace(layers=2) for path, site in sites.items()}
+  grouped = importance.Blocks(16, pattern, groups=2, recomputed=recomputed)
+  single = importance.Blocks(16, pattern)
+  params = jax.jit(grouped.created(sites)[0])(jax.random.key(0))
+  random = np.random.default_rng(0)
+  inputs = {
+    path: jnp.asarray(random.normal(size=(4, ROWS, TIME, site.d_in)), jnp.float32)
+    for path, site in sites.items()
+  }
+  begin = grouped.initial_carry(ROWS, jnp.float32)
+
+  def in_a_loop(params, sites, inputs, carry, batch):
+    renamed = {
+      name.replace('decomposition/group', 'decomposition'): p for name, p in params.items()
+    }
+    found = []
+    for group in range(2):
+      own, before = jax.tree.map(lambda leaf, group=group: leaf[group], (renamed, carry))
+      some = {path: x[2 * group : 2 * group + 2] for path, x in inputs.items()}
+      found.append(single(own, halves, some, before, batch))
+    z = {path: jnp.concatenate([of_group[path] for of_group, _ in found]) for path in sites}
+    return z, jax.tree.map(lambda *leaves: jnp.stack(leaves), *[after for _, after in found])
+
+  def results(functions):
+    def loss(params):
+      z, after = functions(params, sites, inputs, begin, BATCH)
+      return sum(jnp.sum(jnp.sin(leaf)) for leaf in z.values()), (z, after)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+  assert_same(results(grouped), results(in_a_loop), rtol=1e-5)
 
 
 def test_draws_depend_only_on_seed_use_row_and_token():
@@ -330,6 +370,18 @@ def test_cuts_change_no_loss_no_gradient_and_no_adversary():
       assert_same(getattr(found, name), getattr(expected, name), rtol=1e-9)
 
 
+def test_passes_side_by_side_are_the_same_passes():
+  """D9: a pass of each of two groups of sites, and two passes of all sites."""
+  groups = functools.partial(Stochastic, live='groups', groups=2)
+  options = {'clip_norm': math.inf, 'reconstruction': (groups, SUBSET, QUIET)}
+  with jax.enable_x64(True):
+    _, _, (expected, metrics) = whole(**options)
+    _, _, (found, together) = whole(**options, side_by_side=True)
+    assert_same(together.sums.terms, metrics.sums.terms)
+    for name in ('params', 'carry', 'objective'):
+      assert_same(getattr(found, name), getattr(expected, name), rtol=1e-9)
+
+
 def test_the_clean_memory_depends_on_the_cuts():
   with jax.enable_x64(True):
     built, state, (_, metrics) = whole(memory='clean', frequency=0.0)
@@ -389,6 +441,25 @@ def test_an_adversary_ascends_with_adam_inside_the_unit_interval():
     np.testing.assert_allclose(
       moved.sources[p], np.clip(values[p] + 0.1 * np.sign(g), 0, 1), atol=1e-6
     )
+
+
+def test_sources_and_moments_in_bfloat16_are_those_of_float32_rounded():
+  """An ascent by Adam from the same values; the sources of tokens are wide."""
+  model, *_ = parts()
+  sites = sites_of(model.parameters())
+  narrow = Adversary(rate=0.3, dtype='bfloat16')
+  attack = narrow.start(sites, ROWS, TIME, 0)
+  assert {leaf.dtype for leaf in jax.tree.leaves(attack[:3])} == {jnp.dtype('bfloat16')}
+  tokens = Tokens(0, jnp.arange(ROWS), jnp.zeros((ROWS, TIME), jnp.int32))
+  spread = narrow.spread(attack.sources, tokens)
+  assert {r.dtype for r in spread.values()} == {jnp.dtype('float32')}
+  random = np.random.default_rng(0)
+  slope = {p: jnp.asarray(random.normal(size=r.shape), 'float32') for p, r in attack[0].items()}
+  wide = jax.tree.map(lambda leaf: leaf.astype('float32'), attack[:3])
+  expected = Adversary(rate=0.3).ascend(Attack(*wide, attack.count), 0, slope)
+  found = narrow.ascend(attack, 0, slope)
+  for a, b in zip(jax.tree.leaves(found[:3]), jax.tree.leaves(expected[:3]), strict=True):
+    np.testing.assert_array_equal(a, b.astype('bfloat16'))
 
 
 @pytest.mark.parametrize(
@@ -494,6 +565,27 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     assert_layout_changes_nothing(mesh, importance, factors_are_split=True)
 
 
+@pytest.mark.parametrize(('layers', 'split'), [(4, 0), (4, 1), (3, 0)])
+def test_devices_divide_the_layers_for_faithfulness(layers, split):
+  """D10: 4 layers are divided over two axes and their parts over the third; 3 only by parts."""
+  axes = ('x', 'y', 'z')
+  mesh = Partitioner(
+    tuple((axis, 2) for axis in axes), (('batch', axes), ('embed', axes)), gather_layers=True
+  )
+  of_matrix = ('embed', None) if split == 0 else (None, 'embed')
+  site = Site('m', 'w', 0, layers, 8, 16, 24, lambda w: w, of_matrix)
+  shapes = {'w': (layers, 8, 16), 'w_v': (layers, 8, 24), 'w_u': (layers, 24, 16)}
+  rng = np.random.default_rng(0)
+  with jax.enable_x64(True):
+    params = {'m': {name: rng.standard_normal(shape) for name, shape in shapes.items()}}
+    of = jax.value_and_grad(lambda params: unfaithfulness(params, {'m/w': site}))
+    expected = jax.jit(of)(params)
+    placed = jax.device_put(params, mesh.sharding((None, *of_matrix)))
+    program = mesh.jit(of).lower(placed).compile()
+    assert_same(jax.device_get(program(placed)), expected)
+    assert ('all-to-all' in program.as_text()) == (layers == 4)
+
+
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
@@ -504,6 +596,8 @@ def test_split_matrices_and_factors_change_nothing(layout, importance):
     (lambda: Stochastic(source=2.0), 'Stochastic.source = 2.0 is out of'),
     (lambda: start(*parts(reconstruction=(GROUPS,))), 'groups=99'),
     (lambda: Adversary(scope='row'), "Adversary.scope='row' is unknown"),
+    (lambda: parts(importance=functools.partial(importance.Blocks, 8, (Block,), 2)), 'groups=2'),
+    (lambda: Adversary(dtype='float16'), "Adversary.dtype='float16' is unknown"),
     (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
     (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'needs matrices to decompose'),

@@ -28,7 +28,8 @@ from valkyrie.types import Array, Batch, Carry, DType, Params
 Sites = Mapping[str, Site]
 LEAK = 0.01
 _TINY = 1e-12
-NETS = 'decomposition/nets'  # the module of the nets
+NAME = 'decomposition'  # the beginning of the names of modules
+NETS = f'{NAME}/nets'
 
 
 @jax.custom_vjp
@@ -207,8 +208,8 @@ class _Stack(hk.Module):
   S is the sum of layers times components over the sites.
   """
 
-  def __init__(self, width: int, pattern: Sequence[Callable[..., Block]], logits: int):
-    super().__init__('decomposition')
+  def __init__(self, width: int, pattern: Sequence[Callable[..., Block]], logits: int, name: str):
+    super().__init__(name)
     self._width = width
     self._logits = logits
     self._blocks = [make(name=f'block_{i}') for i, make in enumerate(pattern)]
@@ -235,10 +236,16 @@ class Blocks:
   Attributes:
     width: the width of its residual stream.
     pattern: classes of its blocks (`@importance/Block` in gin), one for each layer.
+    groups: stacks of the same shapes, one for each group of consecutive layers, in a loop; each
+      reads the sites of its own layers, and gathers its weights as a layer of the model does.
+    recomputed: compute the activations of a group again in the backward pass, instead of saving
+      them.
   """
 
   width: PositiveInt
   pattern: Sequence[Callable[..., Block]]
+  groups: PositiveInt = 1
+  recomputed: bool = False
 
   def __post_init__(self):
     check_fields(self)
@@ -247,41 +254,87 @@ class Blocks:
         'Blocks.pattern is empty. Name at least one block, such as (@importance/Block,).'
       )
 
-  def _stack(self, sites: Sites) -> _Stack:
-    counts = [site.layers * site.components for site in sites.values()]
+  def _check_sites(self, sites: Sites) -> None:
+    counts = sorted({site.layers for site in sites.values()})
+    if self.groups > 1 and (len(counts) > 1 or counts[0] % self.groups):
+      listed = ', '.join(map(str, counts))
+      raise ConfigurationError(
+        f'Blocks.groups={self.groups}, but sites have {listed} layers in a stack. Set it to a '
+        'divisor of one number of layers that all sites have, or to 1.'
+      )
+
+  def _stack(self, sites: Sites, name: str = NAME) -> _Stack:
+    """The blocks of a group."""
+    counts = [site.layers // self.groups * site.components for site in sites.values()]
     logits = sum(counts)
-    return _Stack(self.width, self.pattern, logits)
+    return _Stack(self.width, self.pattern, logits, name)
+
+  def _read(self, sites: Sites, x: Array, carry: Carry, batch: Batch) -> tuple[Array, Carry]:
+    """(Logits [B, T, S], the carry after) of x [B, T, D]; with groups in front, if several."""
+
+    name = NAME if self.groups == 1 else 'group'
+
+    def of_group(nothing, x, carry):
+      return nothing, self._stack(sites, name)(x, carry, batch)
+
+    if self.recomputed:
+      of_group = hk.remat(of_group)
+    nothing = jnp.zeros(())
+    if self.groups == 1:
+      _, results = of_group(nothing, x, carry)
+      return results
+    loop = hk.layer_stack(self.groups, with_per_layer_inputs=True, name=NAME)
+    with hk.custom_getter(layer_weights.getter):
+      _, results = loop(of_group)(nothing, x, carry)
+    return results
 
   def created(self, sites):
+    self._check_sites(sites)
+
     def read_a_token():
-      widths = [site.layers * site.d_in for site in sites.values()]
-      stack = self._stack(sites)
-      carry = stack.initial_carry(1, jnp.float32)
+      widths = [site.layers // self.groups * site.d_in for site in sites.values()]
       one = jnp.ones((1, 1), jnp.int32)
       batch = Batch(one, one, jnp.ones((1, 1)), one, one)
-      x = jnp.zeros((1, 1, sum(widths)))
-      stack(x, carry, batch)
+      carry = self.initial_carry(1, jnp.float32)
+      leading = (self.groups,) if self.groups > 1 else ()
+      x = jnp.zeros((*leading, 1, 1, sum(widths)))
+      self._read(sites, x, carry, batch)
 
     return created(read_a_token)
 
   def initial_carry(self, rows, dtype):
     make = hk.transform(lambda: self._stack({}).initial_carry(rows, dtype))
-    return make.apply({}, None)
+    carry = make.apply({}, None)
+    if self.groups == 1:
+      return carry
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.groups, *leaf.shape)), carry)
 
   def __call__(self, params, sites, inputs, carry, batch):
-    inputs_of_sites = [_flat(inputs[path]) for path in sites]
-    x = jnp.concatenate(inputs_of_sites, axis=-1)
-    read = hk.transform(lambda: self._stack(sites)(x, carry, batch))
-    all_logits, after = read.apply(params, None)
-    z = {}
-    begin = 0
-    for path, site in sites.items():
-      end = begin + site.layers * site.components
-      shape = (*all_logits.shape[:2], site.layers, site.components)
-      by_layer = all_logits[..., begin:end].reshape(shape)
-      z[path] = jnp.moveaxis(by_layer, 2, 0)
-      begin = end
-    return z, after
+    def joined(inputs):
+      inputs_of_sites = [_flat(inputs[path]) for path in sites]
+      return jnp.concatenate(inputs_of_sites, axis=-1)
+
+    def by_site(all_logits):
+      z = {}
+      begin = 0
+      for path, site in sites.items():
+        layers = site.layers // self.groups
+        end = begin + layers * site.components
+        shape = (*all_logits.shape[:2], layers, site.components)
+        by_layer = all_logits[..., begin:end].reshape(shape)
+        z[path] = jnp.moveaxis(by_layer, 2, 0)
+        begin = end
+      return z
+
+    read = hk.transform(lambda x: self._read(sites, x, carry, batch))
+    if self.groups == 1:
+      logits, after = read.apply(params, None, joined(inputs))
+      return by_site(logits), after
+    grouped = jax.tree.map(lambda x: x.reshape(self.groups, -1, *x.shape[1:]), {**inputs})
+    x = jax.vmap(joined)(grouped)
+    logits, after = read.apply(params, None, x)
+    z = jax.vmap(by_site)(logits)
+    return jax.tree.map(lambda of_group: of_group.reshape(-1, *of_group.shape[2:]), z), after
 
 
 def _flat(x: Array) -> Array:
