@@ -239,7 +239,8 @@ def sites_of(parameters: Parameters) -> dict[str, Site]:
       u = group[name + U]
       layers, d_in, components = v.shape.shape
       d_out = u.shape.shape[-1]
-      axes = v.axes[1], u.axes[-1]
+      assert v.axes and u.axes, 'the getter declares the axes of factors'
+      axes = v.axes[1], u.axes[2]
       path = f'{module}/{name}'
       place = place_of(module)
       first = place.first if place is not None else 0

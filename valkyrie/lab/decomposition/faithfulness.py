@@ -36,7 +36,9 @@ def unfaithfulness(params: Params, sites: Mapping[str, Site]) -> Array:
 def _distances(site: Site, w: Array, v: Array, u: Array) -> Array:
   """Numbers whose sum is the sum of (W - V U)² of all layers."""
   partitioner = current_partitioner()
-  axes = partitioner.weight_axes() if partitioner else ()
+  if partitioner is None:
+    return _by_layer(_distance, w, v, u)
+  axes = partitioner.weight_axes()
   split = [bool(axes) and partitioner.axes_of(axis or '') == axes for axis in site.axes]
   if not any(split):
     return _by_layer(_distance, w, v, u)
@@ -55,9 +57,8 @@ def _distances(site: Site, w: Array, v: Array, u: Array) -> Array:
 
     return jnp.sum(_by_layer(distance, *own))[None]
 
-  spec = [None, None, None]
-  spec[1 + dimension] = axes
-  specs = (PartitionSpec(*spec),) * 3
+  whole_dimensions = (None,) * (1 + dimension)
+  specs = (PartitionSpec(*whole_dimensions, axes),) * 3
   return partitioner.shard_map(of_device, specs, PartitionSpec(axes))(w, v, u)
 
 
