@@ -44,12 +44,23 @@ def bidirectional(local, from_global, segments, global_tokens, window, dilations
 
 
 def causal(q, k, v, registers, positions, segments, window, dilations, starts):
-  """A window back, registers, and the first tokens of the document.
+  """A window back, registers, and the first tokens of the document -> [B, T, H, K].
 
   registers: keys and values, each [R, J, K]. What is not in the window is read as if at its edge.
   """
-  out = np.zeros_like(q)
+  register_keys, register_values = registers
+  weights = causal_weights(q, k, register_keys, positions, segments, window, dilations, starts)
+  rows = np.broadcast_to(register_values, (len(v), *register_values.shape))
+  values = np.concatenate([rows, v], axis=1)
+  of_heads = np.repeat(values, q.shape[2] // len(dilations), axis=2)
+  return np.einsum('bths,bshk->bthk', weights, of_heads)
+
+
+def causal_weights(q, k, register_keys, positions, segments, window, dilations, starts):
+  """The weights [B, T, H, R + T] of the keys of `causal`."""
   batch, time, heads, _ = q.shape
+  count = len(register_keys)
+  weights = np.zeros((batch, time, heads, count + time))
   distance = np.arange(time)[:, None] - np.arange(time)[None]
   for b in range(batch):
     same = (segments[b][:, None] == segments[b][None]) & (segments[b] > 0)[:, None]
@@ -58,12 +69,9 @@ def causal(q, k, v, registers, positions, segments, window, dilations, starts):
       reach = window * dilations[j]
       shown = (distance >= 0) & (distance <= reach) & (distance % dilations[j] == 0)
       start = (distance > 0) & (positions[b] < starts)[None]
-      keys, values = (
-        np.concatenate([r[:, j], x[b, :, j]]) for r, x in zip(registers, (k, v), strict=True)
-      )
-      count = len(keys) - time
+      keys = np.concatenate([register_keys[:, j], k[b, :, j]])
       always = np.full((time, count), True)
       seen = np.concatenate([always, same & (shown | start)], axis=1)
       away = np.concatenate([reach * always, np.where(shown, distance, reach)], axis=1)
-      out[b, :, h] = attend(scores(q[b, :, h], keys, away), seen) @ values
-  return out
+      weights[b, :, h] = attend(scores(q[b, :, h], keys, away), seen)
+  return weights

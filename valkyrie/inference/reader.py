@@ -11,7 +11,7 @@ from valkyrie.config import ranges
 from valkyrie.errors import ConfigurationError, Diverged, UsageError, check_choice
 from valkyrie.inference.generation import Sampling
 from valkyrie.models.carry_cuts import CUTS, cut_carry
-from valkyrie.models.features import Description, Features
+from valkyrie.models.features import Description, Features, Kind
 from valkyrie.models.matrices import Masks
 from valkyrie.models.model import Model
 from valkyrie.training.losses import logits, token_scores
@@ -273,7 +273,7 @@ class Reader:
     carry: TextCarry,
     tokens: Array,
     lengths: Array,
-    activations: Sequence[str] = (),
+    activations: Sequence[Kind] = (),
     shift: Array | None = None,
     masks: Mapping[str, Masks] | None = None,
   ) -> tuple[Features, TextCarry]:

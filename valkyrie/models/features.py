@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from valkyrie.models.attention.patterns import AttentionPattern, Patterns
 from valkyrie.models.sites import Entry
 from valkyrie.types import Array, Carry, DType
 
 # What the mixers of a layer add to the residual stream, what its MLP adds, and the stream after it.
 ACTIVATIONS = ('mixers', 'mlp', 'stream')
 SITES = 'sites'  # asks for the inputs of the matrices that are sites of a decomposition
+
+Kind = str | Patterns  # of what a model may return besides its features
 
 
 class Features(NamedTuple):
@@ -17,6 +20,7 @@ class Features(NamedTuple):
   auxiliary: what the insert returns for terms of the objective; None if it takes no part.
   activations: {kind: [layers, B, T, D]} of the kinds in `ACTIVATIONS` that were asked for.
   sites: {path: [L, B, T, d_in]}, what each site multiplies, if `SITES` were asked for.
+  patterns: {path of a mixer: its pattern, [L, B, S, H, N] each}, if `Patterns` were asked for.
   embedded: what the first layer reads, [B, T, D], if it was shifted.
   """
 
@@ -25,6 +29,7 @@ class Features(NamedTuple):
   auxiliary: Any = None
   activations: Mapping[str, Array] | None = None
   sites: Mapping[str, Array] | None = None
+  patterns: Mapping[str, AttentionPattern] | None = None
   embedded: Array | None = None
 
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import remat
+from valkyrie.models.attention.patterns import noted
 from valkyrie.models.block import Block
 from valkyrie.models.declarations import stored_as
-from valkyrie.models.features import SITES, Description, Features, Insert
+from valkyrie.models.features import ACTIVATIONS, SITES, Description, Features, Insert, Kind
 from valkyrie.models.layers import MixerOptions, Module, RMSNorm, parameter
 from valkyrie.models.lora import Lora
 from valkyrie.models.matrices import Masks
@@ -110,9 +111,7 @@ class LanguageModel(Module):
         'LanguageModel.insert needs repeats below and above it. Double the layers.'
       )
     self.repeats = self.layers // length
-    self.scale: float = self.d_model**0.5
-    if self.embedding_scale is not None:
-      self.scale = self.embedding_scale
+    self.scale: float = self.embedding_scale or self.d_model**0.5
     self.adapters = _made(self.lora)
     self._sites = _made(self.sites)
     if self._sites is not None and (self.adapters is not None or self.insert is not None):
@@ -142,7 +141,7 @@ class LanguageModel(Module):
     positions: Array,
     segment_ids: Array,
     with_insert: bool = True,
-    activations: Sequence[str] = (),
+    activations: Sequence[Kind] = (),
     masks: Mapping[str, Masks] | None = None,
     shift: Array | None = None,
   ) -> Features:
@@ -150,7 +149,7 @@ class LanguageModel(Module):
 
     Inputs of numbers, [B, T, D], take the place of the rows of the embedding.
     Without `with_insert`, the insert is left out, and its carry is reset as at a document start.
-    `activations` are the kinds of intermediate values to return, see `features.ACTIVATIONS`.
+    `activations` are the kinds of intermediate values to return, see `features.Kind`.
     `masks` of sites, by path, have a leading dimension of their layers; other sites compute x W.
     `shift`, [B, T, D], is added to what the first layer reads, for gradients by it.
     """
@@ -177,8 +176,9 @@ class LanguageModel(Module):
       x += shift.astype(x.dtype)
       embedded = x
 
-    through = functools.partial(self._through, where, activations, masks, fresh)
-    x, values, seen = through(self._below, x)
+    seen = {}
+    through = functools.partial(self._through, where, activations, masks, fresh, seen)
+    x, values = through(self._below, x)
     auxiliary = None
     if self._insert is not None:
       name = self._insert.name
@@ -187,10 +187,10 @@ class LanguageModel(Module):
         added, carry, auxiliary = self._insert(x, _carried(name, fresh), **where)
         x += added
       hk.set_state(name, carry)
-      x, above, _ = through(self._above, x)
+      x, above = through(self._above, x)
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
-    return Features(hidden, unembedding, auxiliary, values or None, seen or None, embedded)
+    return Features(hidden, unembedding, auxiliary, values or None, embedded=embedded, **seen)
 
   @hk.transparent
   def _table(self, name: str) -> Array:
@@ -218,37 +218,39 @@ class LanguageModel(Module):
     return x + self.scale * added
 
   @hk.transparent
-  def _through(self, where, activations, masks, fresh, stacks, x):
-    """Stacks: x -> (x, values by kind [layers, ...], inputs of sites); advances their carries."""
+  def _through(self, where, activations, masks, fresh, seen, stacks, x):
+    """Stacks: x -> (x, values by kind [layers, ...]); fills `seen`, and advances their carries."""
     values = []
-    seen = {}
     for stack in stacks:
       layer = self._layer(where, activations, stack)
       if self.remat_policy is not None:
         layer = hk.remat(layer, policy=remat.POLICIES[self.remat_policy])
       of_stack = within(f'{self.module_name}/{stack.name}/', masks)
       before = _carried(stack.memory, fresh)
-      x, (carry, found, inputs) = stack.loop(layer, self.unroll)(x, before, of_stack)
+      x, (carry, found, of_layers) = stack.loop(layer, self.unroll)(x, before, of_stack)
       hk.set_state(stack.memory, carry)
       values.append(found)
-      seen |= inputs
-    return x, by_layer(values), seen
+      for kind, by_path in of_layers.items():
+        seen[kind] = seen.get(kind, {}) | by_path
+    return x, by_layer(values)
 
   def _layer(self, where, activations, stack: Stack) -> Callable:
-    """One repeat: (x, carry, masks) -> (x, (carry, the values by kind, the inputs of sites))."""
+    """One repeat: (x, carry, masks) -> (x, (carry, values by kind, those by kind and path))."""
     prefix = f'{self.module_name}/{stack.name}/'  # Haiku names modules of a stack relative to it
     first_layer = stack.first * len(self.pattern)
 
     def layer(x, carry, masks):
-      values = {kind: [] for kind in activations if kind != SITES}
-      seen = {}
+      values = {kind: [] for kind in activations if kind in ACTIVATIONS}
+      inputs = {}
       after = []
-      for number, (block, before) in enumerate(zip(self.blocks(), carry, strict=True), first_layer):
-        with self._sites_of(number, prefix, masks, seen):
-          x, block_carry = block(x, before, found=values, **where)
-        after.append(block_carry)
-      if SITES not in activations:
-        seen = {}
+      with noted(activations, prefix) as seen:
+        blocks = zip(self.blocks(), carry, strict=True)
+        for number, (block, before) in enumerate(blocks, first_layer):
+          with self._sites_of(number, prefix, masks, inputs):
+            x, block_carry = block(x, before, found=values, **where)
+          after.append(block_carry)
+      if SITES in activations:
+        seen[SITES] = inputs
       return constrain(x, 'batch', 'time', 'activation'), (tuple(after), values, seen)
 
     return layer
@@ -299,9 +301,6 @@ class LanguageModel(Module):
     flops = self.repeats * layer_flops
     flops += sum(part.forward_flops(self.d_model) for part in beside)
     flops += 2 * self.d_model * self.vocabulary_size
-    site_entries = ()
-    if self._sites is not None:
-      site_entries = self._sites.entries
     return Description(
       vocabulary_size=self.vocabulary_size,
       width=self.d_model,
@@ -317,7 +316,7 @@ class LanguageModel(Module):
       exact_gradient=exact_gradient,
       needs_whole_rows=tuple(dict.fromkeys(kind.__name__ for kind in whole)),
       remat_policy=self.remat_policy,
-      site_entries=site_entries,
+      site_entries=() if self._sites is None else self._sites.entries,
     )
 
   @hk.transparent

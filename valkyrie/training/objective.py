@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from valkyrie import edges
 from valkyrie.config.ranges import NonNegativeFloat, check_fields
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.features import Features
+from valkyrie.models.features import Features, Kind
 from valkyrie.models.model import Model
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import losses
@@ -100,12 +100,12 @@ class Term:
 
   Attributes:
     name: the name of its carry, which is unique; by default the class's name.
-    activations: the intermediate values of the model that it reads, see `features.ACTIVATIONS`.
+    activations: the intermediate values of the model that it reads, see `features.Kind`.
     groups: groups of parameters, which precede the optimizer's groups.
   """
 
   name: ClassVar[str] = ''
-  activations: Sequence[str] = ()
+  activations: Sequence[Kind] = ()
   groups: Sequence[Group] = ()
 
   def __init_subclass__(cls):
@@ -253,7 +253,7 @@ def visit(
 
   The carry of a term that is not among `terms` stays as it is.
   """
-  kinds: dict[str, None] = {}
+  kinds: dict[Kind, None] = {}
   for term in terms:
     kinds |= dict.fromkeys(term.activations)
   carry_of_model = {'model': carry['model']}

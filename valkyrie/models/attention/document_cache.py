@@ -140,6 +140,27 @@ def attend(
   return joined.astype(q.dtype), after
 
 
+def in_order(
+  cache: DocumentCache | tuple[()], tokens: KVCache
+) -> tuple[KVCache, KVCache, Array | int]:
+  """What the tokens of this device's piece of a chunk may read, on every device.
+
+  Returns:
+    (the carried tokens, the oldest first; the tokens of the chunk; the place of the piece in it).
+  """
+  _, device = _place()
+  first = device * tokens.segment_ids.shape[1]
+  chunk = _of_chunk(tokens)
+  if not cache:
+    return tokens.first(0), chunk, first
+  held = _of_chunk(cache.slots.content)
+  slots = held.segment_ids.shape[1]
+  oldest_first = (_of_first_device(cache.following)[:, None] + jnp.arange(slots)[None]) % slots
+  take = jax.vmap(lambda of_row, order: of_row[order])
+  before = jax.tree.map(lambda leaf: take(leaf, oldest_first), held)
+  return before, chunk, first
+
+
 def _place() -> tuple[int, Array | int]:
   """(how many devices share a chunk, the number of this one)."""
   if not sequence_parallel.axes():

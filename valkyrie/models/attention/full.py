@@ -17,8 +17,10 @@ from valkyrie.models.attention import blocks, document_cache, kernels, softmax
 from valkyrie.models.attention.kernels import LANES, LIMITS
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
+from valkyrie.models.attention.patterns import AttentionPattern, Sources, attention_pattern
 from valkyrie.models.attention.rotary import rotate
 from valkyrie.models.attention.softmax import Part
+from valkyrie.models.attention.windows import Queries
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
 
@@ -103,6 +105,20 @@ class FullAttention(LongformerAttention):
     else:
       out = self._attend_in_chunk(q, k, v, segment_ids)
     return self._project_out(out, x), carry
+
+  @hk.name_like('__call__')
+  def attention_pattern(
+    self, at: np.ndarray, x: Array, carry: Any, *, positions: Array, segment_ids: Array
+  ) -> AttentionPattern:
+    """See `LongformerAttention.attention_pattern`."""
+    q, k, v = self._project_heads(x)
+    tokens = KVCache(k, v, segment_ids)
+    before, chunk, first = document_cache.in_order(carry, tokens)
+    no_register = k[0, :0]
+    no_start = tokens.first(0)
+    sources = Sources(no_register, no_start, before, chunk, positions)
+    queries = Queries(q[:, at], positions[:, at], segment_ids[:, at])
+    return attention_pattern(queries, first + at, sources, self._windows)
 
   def _check_chunk(self, time: int) -> None:
     """Refuses a chunk that is read alone in pieces by a kernel, or is longer than max_context."""

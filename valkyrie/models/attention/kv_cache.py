@@ -32,6 +32,10 @@ class KVCache(NamedTuple):
     values = self.values[:, :, heads]
     return KVCache(keys, values, self.segment_ids)
 
+  def first(self, count: int) -> 'KVCache':
+    """The first tokens."""
+    return KVCache(*(leaf[:, :count] for leaf in self))
+
 
 class AttentionCarry(NamedTuple):
   """The last W times the largest dilation tokens of a row, and the first g of its document."""

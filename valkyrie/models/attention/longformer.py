@@ -9,16 +9,23 @@ import gin
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import kernel_choice
 from valkyrie.models.attention.kernels import LANES, LIMITS
-from valkyrie.models.attention.kv_cache import AttentionCarry, empty_carry
+from valkyrie.models.attention.kv_cache import (
+  AttentionCarry,
+  KVCache,
+  empty_carry,
+  exchange_halo,
+)
+from valkyrie.models.attention.patterns import AttentionPattern, Sources, attention_pattern
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.sliding_window import sliding_window_attention
 from valkyrie.models.attention.softmax import Dropout
-from valkyrie.models.attention.windows import windows_of
+from valkyrie.models.attention.windows import Queries, windows_of
 from valkyrie.models.layers import Module, RMSNorm, parameter, project
 from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array, DType
@@ -202,14 +209,6 @@ class LongformerAttention(WindowAttention):
     dropout = self._dropout()
     choice = self.kernels if self._uses_kernel(x.shape[1]) else None
     windows = [seen._replace(kernels=choice) for seen in self._windows]
-    shape = (self.registers, self._kv_heads, self.head_width)
-    init = hk.initializers.RandomNormal(1.0)
-    if self.registers:
-      axes = (None, None, None)
-      keys = parameter('register_keys', shape, init, axes=axes)
-      values = parameter('register_values', shape, init, axes=axes)
-    else:
-      keys = values = jnp.zeros(shape)
     out, carry = sliding_window_attention(
       q,
       k,
@@ -217,8 +216,36 @@ class LongformerAttention(WindowAttention):
       carry,
       positions=positions,
       segment_ids=segment_ids,
-      registers=(keys, values),
+      registers=self._registers(),
       windows=windows,
       dropout=dropout,
     )
     return self._project_out(out, x), carry
+
+  @hk.name_like('__call__')
+  def attention_pattern(
+    self, at: np.ndarray, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
+  ) -> AttentionPattern:
+    """The pattern of the queries `at`, int [S], of a chunk that `__call__` would mix."""
+    q, k, v = self._project_heads(x)
+    tokens = KVCache(k, v, segment_ids)
+    if sequence_parallel.axes():
+      length = jnp.sum(segment_ids > 0, axis=1)
+      carry, _ = exchange_halo(carry, tokens, positions, length)
+    register_keys, _ = self._registers()
+    sources = Sources(register_keys, carry.starts, carry.window, tokens, positions)
+    queries = Queries(q[:, at], positions[:, at], segment_ids[:, at])
+    return attention_pattern(queries, at, sources, self._windows)
+
+  @hk.transparent
+  def _registers(self) -> tuple[Array, Array]:
+    """The learned keys and values, [R, J, K] each."""
+    shape = (self.registers, self._kv_heads, self.head_width)
+    if not self.registers:
+      nothing = jnp.zeros(shape)
+      return nothing, nothing
+    init = hk.initializers.RandomNormal(1.0)
+    axes = (None, None, None)
+    keys = parameter('register_keys', shape, init, axes=axes)
+    values = parameter('register_values', shape, init, axes=axes)
+    return keys, values
