@@ -11,6 +11,7 @@ import valkyrie
 from valkyrie.weights import huggingface
 
 LAYERS = ['linear_attention', 'full_attention']
+ATTENTION = 'layers.1.attention'
 KEY, VALUE = 'layers.0.gated_delta_net.key', 'layers.1.attention.value'
 MORE = """
 StepSettings.objective = @Decomposition
@@ -37,8 +38,12 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
 
   start = functools.partial(tiny_run.output_of, capsys, run)
   start(f'--gin_file={tmp_path / "run.gin"}', f'--gin_file={model}', '--gin.train_steps=1')
-  said = start('--run_mode=components', '--gin.components.labeled=1')
+  (tmp_path / 'own.txt').write_text('abcba' * 8)
+  own = f'--gin.components.texts=("{tmp_path / "own.txt"}",)'
+  said = start('--run_mode=components', '--gin.components.labeled=1', own)
   assert 'asks for labels of' in said and (run / 'components_1' / 'index.html').exists()
+  assert f'"attention":["{ATTENTION}"]' in (run / 'components_1' / 'data' / 'index.js').read_text()
+  assert (run / 'components_1' / 'data' / 'attention_0_0.js').exists()
 
   parts = valkyrie.decomposition(run, bindings=['open_run.chunk_size=16'])
   assert parts.sizes == {KEY: 5, VALUE: 3}
@@ -48,6 +53,21 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   found = parts.compare(text, parts.ablated({VALUE: [0, 1, 2]}))
   first, second = found.hidden_errors['mixers']
   assert first < 1e-9 < second
+  assert {*found.pattern_errors} == {ATTENTION}
+  assert np.abs(found.pattern_errors[ATTENTION]).max() < 1e-6  # values move no pattern
+  without_keys = parts.ablated({KEY: range(5)})
+  errors = parts.compare(text, without_keys).pattern_errors[ATTENTION]
+  patterns = parts.patterns(text, without_keys)
+  assert {*patterns} == {ATTENTION}
+  p, q = (np.asarray(weights, np.float64) for weights in patterns[ATTENTION])
+  assert p.shape == (len(errors), len(text), 1 + len(text)) and not p[..., 0].any()
+  np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-5)
+  assert not np.triu(p[0, :, 1:], k=1).any()  # nothing after the query
+  divergences = np.sum(p * np.log(np.where(p > 0, p / np.where(q > 0, q, 1), 1)), axis=-1)
+  np.testing.assert_allclose(errors, divergences.mean(-1), rtol=1e-3, atol=1e-9)
+  assert errors.max() > 1e-9
+  some = parts.patterns(text, without_keys, queries=3)[ATTENTION]
+  np.testing.assert_allclose(some.clean, p[:, -3:], atol=1e-5)
   writes = parts.writers(text, VALUE, 1, distance=20).strongest
   assert {write.site for write in writes} == {KEY}
   assert all(write.token <= len(text) - 21 and write.effect for write in writes)

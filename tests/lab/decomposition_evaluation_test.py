@@ -30,6 +30,7 @@ from valkyrie.lab.decomposition.importance import NETS, PerComponent
 from valkyrie.lab.decomposition.own_text import ActiveComponent, ReadText
 from valkyrie.lab.decomposition.shown import SPAN, Component, ShownSite, Token, Window
 from valkyrie.lab.decomposition.split import SplitReader
+from valkyrie.lab.decomposition.text_patterns import LayerPatterns
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Sites, sites_of
@@ -390,7 +391,11 @@ def content_of_a_page():
   members = [Member('a<b', 7, 5), Member('a<b', 1, 3)]
   clustering = Clustering([Cluster(members, math.nan)], [], 0)
   active = [[ActiveComponent('a<b', 7, 1.25)], *([] for _ in ids[1:])]
-  own = ReadText('../<x>.txt', ids.tolist(), active)
+  weights = np.zeros((1, 2, 1 + len(ids)), 'f')  # of the last two tokens, in one head
+  weights[0, 0, [0, 3, 8]] = 0.04, 0.12, 0.84
+  weights[0, 1, [8, 9]] = 0.25, 0.75
+  patterns = {'layers.0.attention': LayerPatterns(weights, weights[..., ::-1])}
+  own = ReadText('../<x>.txt', ids.tolist(), active, patterns)
   return page.PageContent('run', [site], clustering, [own])
 
 
@@ -411,7 +416,8 @@ def test_a_page_is_data_beside_a_program_that_makes_no_markup(tmp_path):
     'cluster': 0,
   }
   assert index['clusters'] == [{'stability': None, 'members': [[0, 7, 5], [0, 1, 3]]}]
-  assert index['readings'] == [{'name': '../<x>.txt', 'tokens': 9}]
+  layers = ['layers.0.attention']
+  assert index['readings'] == [{'name': '../<x>.txt', 'tokens': 9, 'attention': layers}]
   (texts,) = data_of(tmp_path / 'page', 'texts_0')
   assert texts['inputs'] == [['<', 1.5, 0.25]] and texts['outputs'] == []
   (window,) = texts['windows']
@@ -420,6 +426,10 @@ def test_a_page_is_data_beside_a_program_that_makes_no_markup(tmp_path):
   reading = data_of(tmp_path / 'page', 'reading_0')
   assert reading['active'] == [[[0, 7, 1.0]], *[[]] * 8]
   assert ''.join(reading['pieces']) == 'é<b>↵\n·'
+  attention = data_of(tmp_path / 'page', 'attention_0_0')
+  # Square roots in tenths: of registers and earlier tokens, and of each token up to the query.
+  assert attention['first'] == 7 and attention['model'] == [['49', '059']]
+  assert attention['masked'] == [['a0', 'a00']]
 
   program = (tmp_path / 'page' / 'app.js').read_text()
   assert not re.search(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', program)

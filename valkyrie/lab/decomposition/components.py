@@ -12,24 +12,32 @@ import json
 import pathlib
 
 import gin
+import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
 from valkyrie.errors import write_errors
-from valkyrie.lab.decomposition import labels, own_text, page
+from valkyrie.inference.reader import Reader
+from valkyrie.lab.decomposition import labels, masking, own_text, page
 from valkyrie.lab.decomposition.clusters import as_json
 from valkyrie.lab.decomposition.clusters import clustered as find_clusters
+from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.harvest import harvest
+from valkyrie.lab.decomposition.passes import Passes
 from valkyrie.lab.decomposition.split import SplitReader, component_scores
+from valkyrie.lab.decomposition.text_patterns import of_text
 from valkyrie.models import language_model
+from valkyrie.models.model import Model
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.storage import whole_file
 from valkyrie.training.setup import StepSettings
+from valkyrie.types import Params
 from valkyrie.weights.changed import changed_bindings
 from valkyrie.weights.restored import restored_params
 
+_QUERIES = 128  # the last tokens of a text, whose attention patterns are shown
 _SHOWN_PARTS = ('components.evaluator', 'StepSettings.model', 'StepSettings.objective')
 
 
@@ -79,7 +87,8 @@ def components(
   params, steps = restored_params(evaluation.model, layout, model_dir, vocabulary, step)
   evaluation.open()
   reader = SplitReader(evaluation, scores, params)
-  readings = [own_text.read(reader, vocabulary, *named) for named in contents.items()]
+  patterns_of = _patterns(model, evaluation, scores, params)
+  readings = [own_text.read(reader, patterns_of, vocabulary, *named) for named in contents.items()]
   numbers = '_'.join(str(number) for number in steps)
   folder = pathlib.Path(model_dir, f'labels_{numbers}')
   if labeled:
@@ -106,3 +115,13 @@ def components(
   count = sum(len(site.components) for site in sites)
   alive = sum(site.alive for site in sites)
   print(f'{path / page.START}: {count:,} of the {alive:,} components that are alive')
+
+
+def _patterns(
+  model: Model, evaluation: Evaluator, scores: ComponentScores, params: Params
+) -> Callable[[np.ndarray], own_text.Patterns]:
+  """A function that finds the attention patterns of a text."""
+  if not model.about.carried:  # such a model reads no text of several chunks
+    return lambda _: {}
+  passes = Passes(Reader(model, evaluation.chunk_size), scores)
+  return lambda ids: of_text(passes, params, ids, masking.IMPORTANT, _QUERIES)

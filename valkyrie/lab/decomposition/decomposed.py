@@ -18,22 +18,23 @@ from valkyrie.config.load import Configuration
 from valkyrie.errors import UsageError
 from valkyrie.inference import opened
 from valkyrie.inference.loaded import LoadedModel
-from valkyrie.inference.reader import TextCarry, places, predicting_hidden
+from valkyrie.inference.reader import places, predicting_hidden
 from valkyrie.inference.text_rows import Text
 from valkyrie.lab.decomposition import masking
+from valkyrie.lab.decomposition.activation_errors import hidden_sums, layers_of, pattern_sums
 from valkyrie.lab.decomposition.clusters import Clustering, clustered
-from valkyrie.lab.decomposition.evaluation import ComponentScores, hidden_sums
+from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.masking import Masking, Numbers
 from valkyrie.lab.decomposition.masks import ordered
+from valkyrie.lab.decomposition.passes import Passes
 from valkyrie.lab.decomposition.split import component_scores
+from valkyrie.lab.decomposition.text_patterns import LayerPatterns, of_text
 from valkyrie.lab.decomposition.writers import Tracer, Writers
-from valkyrie.models.features import ACTIVATIONS, SITES, Features
-from valkyrie.models.sites import sites_of
+from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import divergences, logits, token_scores
 from valkyrie.training.setup import StepSettings
-from valkyrie.types import Array, Batch, Carry, Params
-from valkyrie.weights.named_tensors import names_of
+from valkyrie.types import Array, Params
 from valkyrie.weights.restored import restored_params
 
 
@@ -68,20 +69,15 @@ class Comparison(NamedTuple):
   divergences: KL(model || masked) of the token after each token, in nats, float32 [T].
   hidden_errors: {kind of `LoadedModel.activations`: float64 [layers]}, the squared error of what
     the masked model computes, over all tokens, divided by the square of what the model does.
+  pattern_errors: {name of a layer of attention: float64 [heads]}, KL(model || masked) of the
+    patterns of `ComponentScores.pattern_queries` tokens of each chunk, the mean, in nats.
   """
 
   log_probs: np.ndarray
   masked_log_probs: np.ndarray
   divergences: np.ndarray
   hidden_errors: Mapping[str, np.ndarray]
-
-
-class _Carries(NamedTuple):
-  """What is carried from chunk to chunk: the model's, the importances' and the masked model's."""
-
-  clean: TextCarry
-  importance: Carry
-  masked: TextCarry
+  pattern_errors: Mapping[str, np.ndarray]
 
 
 class Decomposed:
@@ -100,12 +96,11 @@ class Decomposed:
     """Takes a run, its parameters with those of the importance functions, and its evaluation."""
     self.run = run
     self.threshold = scores.threshold
-    self._scores = scores
-    self._configuration = configuration
+    self._asked = scores.asked
     self._params = params
-    parameters = run.model.parameters()
-    self._sites = sites_of(parameters)
-    self._names = names_of(parameters)
+    self._passes = Passes(run.text_rows.reader, scores, configuration.installed)
+    self._sites = self._passes.sites
+    self._names = self._passes.names
     self.names = [self._names[path][layer] for path, layer in ordered(self._sites)]
     self.sizes = {}
     for path, site in self._sites.items():
@@ -134,7 +129,7 @@ class Decomposed:
 
   def readings(self, text: Text) -> Iterator[Reading]:
     """Reads a text, and yields what its components are in each chunk."""
-    carries = self._fresh()
+    carries = self._passes.fresh()
     begin = 0
     for chunk, lengths, tokens in self._chunks(text):
       (g, inner), carries = self._read(self._params, carries, chunk, lengths)
@@ -172,14 +167,12 @@ class Decomposed:
     `masks` come from `ablated`, `kept` or `scaled`, or are `masking.UNMASKED`, `IMPORTANT` or
     `ROUNDED`.
     """
-    carries = self._fresh()
-    factors = self._factors(masks)
+    carries = self._passes.fresh()
+    factors = self._passes.factors(masks)
     parts: list[np.ndarray] = []
     totals: Any = None
     for chunk, lengths, tokens in self._chunks(text):
-      (of_tokens, sums), carries = self._compare(
-        self._params, carries, chunk, lengths, factors, masks._replace(factors=())
-      )
+      (of_tokens, sums), carries = self._compare(self._params, carries, chunk, lengths, *factors)
       parts.append(np.asarray(of_tokens)[:, : len(tokens)])
       sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
       if totals is not None:
@@ -188,18 +181,33 @@ class Decomposed:
     log_probs, masked_log_probs, kl = np.concatenate(parts, axis=1)
     log_probs[:1] = np.nan
     masked_log_probs[:1] = np.nan
-    errors = {kind: error / square for kind, (error, square) in totals.items()}
-    return Comparison(log_probs, masked_log_probs, kl, errors)
+    hidden, patterns, queries = totals
+    hidden_errors = {kind: error / square for kind, (error, square) in hidden.items()}
+    pattern_errors = {}
+    for path, names in layers_of(self.run.model.parameters()).items():
+      if queries and path in patterns:
+        pattern_errors |= dict(zip(names, patterns[path] / queries, strict=True))
+    return Comparison(log_probs, masked_log_probs, kl, hidden_errors, pattern_errors)
+
+  def patterns(
+    self, text: Text, masks: Masking = masking.IMPORTANT, queries: int = 128
+  ) -> dict[str, LayerPatterns]:
+    """{name of a layer: its attention patterns}, of the last tokens of a text, see `of_text`."""
+    (tokens,) = self.run.text_rows.tokens([text], None)
+    if not len(tokens) or queries < 1:
+      raise UsageError(
+        f'A text of {len(tokens)} tokens and queries={queries} have no pattern. Pass a text of a '
+        'token or more, and queries=1 or more.'
+      )
+    return of_text(self._passes, self._params, tokens, masks, queries)
 
   def logits(self, text: Text, masks: Masking) -> np.ndarray:
     """The logits under masks of the token after each token, float32 [T, vocabulary size]."""
-    carries = self._fresh()
-    factors = self._factors(masks)
+    carries = self._passes.fresh()
+    factors = self._passes.factors(masks)
     parts = []
     for chunk, lengths, tokens in self._chunks(text):
-      found, carries = self._show(
-        self._params, carries, chunk, lengths, factors, masks._replace(factors=())
-      )
+      found, carries = self._show(self._params, carries, chunk, lengths, *factors)
       parts.append(np.asarray(found)[0, : len(tokens)])
     return np.concatenate(parts)
 
@@ -261,13 +269,6 @@ class Decomposed:
     for chunk, lengths in rows.reader.chunks(rows.reader.fresh(1), [tokens]):
       yield chunk, lengths, chunk[0, : lengths[0]]
 
-  def _fresh(self) -> _Carries:
-    reader = self.run.text_rows.reader
-    with self._configuration.installed():
-      dtype = reader.model.about.compute_dtype
-      functions = self._scores.importance().initial_carry(1, dtype)
-    return _Carries(reader.fresh(1), functions, reader.fresh(1))
-
   def _by_name(self, by_path: Mapping[str, Array], length: int) -> dict[str, np.ndarray]:
     """{name: [T, C]} of values [L, 1, T, C] by path."""
     found = {}
@@ -276,30 +277,10 @@ class Decomposed:
         found[name] = of_layer[0, :length]
     return {name: found[name] for name in self.names}
 
-  def _factors(self, masks: Masking) -> dict[str, np.ndarray]:
-    """{path: float32 [L, C]}, the factors of a masking."""
-    factors = {}
-    for path, site in self._sites.items():
-      others = np.full(site.components, masks.others, np.float32)
-      factors[path] = np.stack([masks.factors.get(name, others) for name in self._names[path]])
-    return factors
-
   # Traced.
 
-  def _clean(self, params: Params, carries: _Carries, tokens, lengths, kinds=()):
-    """(features, importances by path, the carries after the chunk)."""
-    reader = self.run.text_rows.reader
-    features, clean = reader.apply(params, carries.clean, tokens, lengths, (SITES, *kinds))
-    positions, segments = places(carries.clean, tokens, lengths)
-    batch = Batch(tokens, tokens, segments.astype(jnp.float32), positions, segments)
-    with self._configuration.installed():
-      g, functions = self._scores.importances(
-        reader.model, params, features, carries.importance, batch
-      )
-    return features, g, carries._replace(clean=clean, importance=functions)
-
   def _read_chunk(self, params, carries, tokens, lengths):
-    features, g, carries = self._clean(params, carries, tokens, lengths)
+    features, g, carries = self._passes.clean(params, carries, tokens, lengths)
     inputs = features.sites or {}
     inner = {}
     for path, site in self._sites.items():
@@ -309,24 +290,16 @@ class Decomposed:
       inner[path] = jnp.einsum('lbtd,ldc->lbtc', x, v.astype(x.dtype)) * sizes[:, None, None]
     return (g, inner), carries
 
-  def _masked(self, params, carries, tokens, lengths, factors, masks, kinds=()):
-    """(the model's features, the masked ones, the carries after the chunk)."""
-    reader = self.run.text_rows.reader
-    features, g, after = self._clean(params, carries, tokens, lengths, kinds)
-    given = {}
-    for path, of_site in g.items():
-      given[path] = masks.masks(factors[path], of_site, self.threshold)
-    masked, masked_carry = reader.apply(params, carries.masked, tokens, lengths, kinds, masks=given)
-    return features, masked, after._replace(masked=masked_carry)
-
-  def _masked_logits(self, params, carries, tokens, lengths, factors, masks):
-    _, masked, after = self._masked(params, carries, tokens, lengths, factors, masks)
+  def _masked_logits(self, params, carries, tokens, lengths, of_sites, masks):
+    _, masked, after = self._passes.masked(params, carries, tokens, lengths, of_sites, masks)
     size = self.run.model.about.vocabulary_size
     return logits(masked, size)[..., :size], after
 
-  def _compare_chunk(self, params, carries, tokens, lengths, factors, masks):
-    kinds = ACTIVATIONS
-    features, masked, after = self._masked(params, carries, tokens, lengths, factors, masks, kinds)
+  def _compare_chunk(self, params, carries, tokens, lengths, of_sites, masks):
+    kinds = (*ACTIVATIONS, self._asked)
+    features, masked, after = self._passes.masked(
+      params, carries, tokens, lengths, of_sites, masks, kinds
+    )
     size = self.run.model.about.vocabulary_size
 
     def log_probs(carry, features):
@@ -342,8 +315,10 @@ class Decomposed:
     )
     _, segments = places(carries.clean, tokens, lengths)
     real = segments > 0
-    sums = hidden_sums(features.activations or {}, masked.activations or {}, real)
-    return (of_tokens, sums), after
+    is_query = real[:, self._asked.at(tokens.shape[1])]
+    hidden = hidden_sums(features, masked, real)
+    patterns = pattern_sums(features, masked, is_query)
+    return (of_tokens, (hidden, patterns, jnp.sum(is_query))), after
 
 
 def decomposition(

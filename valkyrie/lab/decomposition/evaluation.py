@@ -2,7 +2,8 @@
 
 For the targets: accuracy and cross-entropy under seven maskings, the excess of the cross-entropy
 over the target model's, and the divergence from that model. For all tokens: the error of the
-residual stream under maskings, how many components are active, and how many are alive.
+residual stream and of attention patterns under maskings, how many components are active, and how
+many are alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,12 @@ import numpy as np
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import Fraction, NonNegativeInt, PositiveFloat, Seed, check_fields
 from valkyrie.lab.decomposition import draws, importance
+from valkyrie.lab.decomposition.activation_errors import hidden_sums, layers_of, pattern_sums
 from valkyrie.lab.decomposition.adversary import Adversary, Sources
 from valkyrie.lab.decomposition.importance import Importance
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens, masked, smallest
-from valkyrie.models.features import SITES, Features
+from valkyrie.models.attention.patterns import Patterns
+from valkyrie.models.features import SITES, Features, Kind
 from valkyrie.models.matrices import Masks
 from valkyrie.models.model import Model
 from valkyrie.models.sites import Site, sites_of
@@ -82,6 +85,8 @@ class ComponentScores(Term):
     threshold: the importance above which a component is active, and kept by the masking 'rounded'.
     attacked_tokens: the chunks that begin before so many tokens of a row are attacked; 0 for none.
     ascents, rate: steps of the attack by signs, whose sources all tokens of a chunk share.
+    pattern_queries: tokens of each chunk whose attention patterns are compared, evenly spaced; 0
+      for none. Memory grows with their number x the keys that a token may read.
   """
 
   seed: Seed
@@ -91,12 +96,22 @@ class ComponentScores(Term):
   attacked_tokens: NonNegativeInt = 1024
   ascents: NonNegativeInt = 20
   rate: PositiveFloat = 0.1
+  pattern_queries: NonNegativeInt = 16
 
   name: ClassVar[str] = 'decomposition'
-  activations: ClassVar[Sequence[str]] = (SITES, STREAM)
 
   def __post_init__(self):
     check_fields(self)
+
+  @property
+  def asked(self) -> Patterns:
+    """The queries of a chunk whose attention patterns are compared."""
+    return Patterns(self.pattern_queries)
+
+  @property
+  def activations(self) -> Sequence[Kind]:
+    """The inputs of sites, and what is compared."""
+    return (SITES, STREAM, self.asked)
 
   def extended(self, model: Model) -> Model:
     """See `with_memory`."""
@@ -143,6 +158,7 @@ class ComponentScores(Term):
     sums = {
       'weight': weight,
       'tokens': jnp.sum(real),
+      'queries': jnp.sum(real[:, self.asked.at(time)]),
       'attacked': is_attacked * weight,
       f'kl/{ADVERSARIAL}': divergence,
       'loss/target': read.scores(chunk.features)['loss'],
@@ -170,7 +186,7 @@ class ComponentScores(Term):
     def under(number_and_carry):
       number, carry = number_and_carry
       masks = read.masking(number, self.threshold)
-      return read.under(masks, carry, hidden=True)
+      return read.compared(masks, carry, self.asked)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)
     numbers = jnp.arange(len(MASKINGS))
@@ -224,8 +240,26 @@ class ComponentScores(Term):
     if sums['attacked']:
       name = f'kl/{ADVERSARIAL}'
       metrics[name] = _mean(sums[name], sums['attacked'])
+    metrics |= _pattern_errors(model, sums)
     metrics |= _activity(model, sums)
     return {f'components/{name}': value for name, value in metrics.items()}
+
+
+def _pattern_errors(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
+  """The divergence of attention patterns, by masking and layer and of all, means over heads."""
+  metrics = {}
+  for masking in MASKINGS:
+    errors = {}
+    for path, names in layers_of(model.parameters()).items():
+      totals = sums.get(f'pattern_error/{path}/{masking}')
+      if totals is not None and sums['queries']:
+        means = totals.mean(-1) / sums['queries']
+        errors |= dict(zip(names, means, strict=True))
+    for layer, error in errors.items():
+      metrics[f'pattern_error/{masking}/{layer}'] = float(error)
+    if errors:
+      metrics[f'pattern_error/{masking}'] = float(np.mean([*errors.values()]))
+  return metrics
 
 
 def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
@@ -256,23 +290,6 @@ def _activity(model: Model, sums: Mapping[str, Any]) -> dict[str, float]:
   return metrics
 
 
-def hidden_sums(
-  clean: Mapping[str, Array], masked: Mapping[str, Array], real: Array
-) -> dict[str, tuple[Array, Array]]:
-  """{kind: the squared error and the square [layers]} of activations [layers, B, T, D].
-
-  Sums over the tokens that are `real` [B, T], in float32.
-  """
-  where = real[None, :, :, None]
-  sums = {}
-  for kind, of_masked in masked.items():
-    wide = clean[kind].astype(jnp.float32)
-    error = of_masked.astype(jnp.float32) - wide
-    squares = [jnp.sum(jnp.square(x), axis=(1, 2, 3), where=where) for x in (error, wide)]
-    sums[kind] = (squares[0], squares[1])
-  return sums
-
-
 class _Read(NamedTuple):
   """A chunk with its lower importances, to be read under masks."""
 
@@ -291,18 +308,24 @@ class _Read(NamedTuple):
       masks[path] = _site_masks(number, threshold, low, r[path], stochastic[path])
     return masks
 
-  def under(
-    self, given: Mapping[str, Masks], carry: Carry, *, hidden: bool = False
+  def under(self, given: Mapping[str, Masks], carry: Carry) -> tuple[dict[str, Array], Carry]:
+    """(The sums under masks; the carry after)."""
+    features, after = masked(self.chunk, given, carry)
+    return self.scores(features), after
+
+  def compared(
+    self, given: Mapping[str, Masks], carry: Carry, asked: Patterns
   ) -> tuple[dict[str, Array], Carry]:
-    """(The sums under masks, with those of hidden activations if asked; the carry after)."""
-    kinds = (STREAM,) if hidden else ()
-    features, after = masked(self.chunk, given, carry, kinds)
+    """As `under`, with the errors of hidden activations and of attention patterns."""
+    features, after = masked(self.chunk, given, carry, (STREAM, asked))
     sums = self.scores(features)
-    if hidden:
-      clean = self.chunk.features.activations or {}
-      real = self.chunk.batch.segment_ids > 0
-      error, square = hidden_sums(clean, features.activations or {}, real)[STREAM]
-      sums |= {'hidden_error': error, 'hidden_square': square}
+    clean = self.chunk.features
+    real = self.chunk.batch.segment_ids > 0
+    error, square = hidden_sums(clean, features, real)[STREAM]
+    sums |= {'hidden_error': error, 'hidden_square': square}
+    queries = asked.at(real.shape[1])
+    for path, error in pattern_sums(clean, features, real[:, queries]).items():
+      sums[f'pattern_error/{path}'] = error
     return sums, after
 
   def scores(self, features: Features) -> dict[str, Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import Fraction, NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition import draws
-from valkyrie.models.features import Features
+from valkyrie.models.features import Features, Kind
 from valkyrie.models.matrices import Masks
 from valkyrie.models.sites import Site
 from valkyrie.training.objective import Chunk
@@ -180,7 +180,7 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
 
 
 def masked(
-  chunk: Chunk, given: Mapping[str, Masks], carry: Carry, activations: Sequence[str] = ()
+  chunk: Chunk, given: Mapping[str, Masks], carry: Carry, activations: Sequence[Kind] = ()
 ) -> tuple[Features, Carry]:
   """Reads a chunk with masks, from a carry of the model: (its features, the carry after it)."""
   before = {'model': carry['model']}

@@ -1,6 +1,6 @@
-"""Texts of the user for the page of components: which components are active at each token."""
+"""Texts of the user for the page of components: what is active at each token, and what it reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from valkyrie import foreign
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import DataError, reason_of, with_home
 from valkyrie.lab.decomposition.split import SplitReader
+from valkyrie.lab.decomposition.text_patterns import LayerPatterns
 
 _MOST_ACTIVE = 30  # components of a token, the most important ones
 
@@ -21,12 +22,19 @@ class ActiveComponent(NamedTuple):
   importance: float
 
 
+Patterns = Mapping[str, LayerPatterns]  # by the names of the layers
+
+
 class ReadText(NamedTuple):
-  """A text of T tokens, and the components that are active at each, the most important first."""
+  """A text of T tokens, and the components that are active at each, the most important first.
+
+  patterns: of its last tokens, under importances as masks.
+  """
 
   name: str
   ids: Sequence[int]
   active: Sequence[Sequence[ActiveComponent]]
+  patterns: Patterns
 
 
 def content(name: str) -> str:
@@ -39,7 +47,13 @@ def content(name: str) -> str:
     ) from error
 
 
-def read(reader: SplitReader, vocabulary: Vocabulary, name: str, text: str) -> ReadText:
+def read(
+  reader: SplitReader,
+  patterns_of: Callable[[np.ndarray], Patterns],
+  vocabulary: Vocabulary,
+  name: str,
+  text: str,
+) -> ReadText:
   """Reads a text as one document; raises a ConfigurationError if the model cannot read it."""
   ids = vocabulary.begun(text)
   active: list[list[ActiveComponent]] = []
@@ -52,4 +66,4 @@ def read(reader: SplitReader, vocabulary: Vocabulary, name: str, text: str) -> R
     for found in of_chunk:
       found.sort(key=lambda component: -component.importance)
       active.append(found[:_MOST_ACTIVE])
-  return ReadText(name, ids.tolist(), active)
+  return ReadText(name, ids.tolist(), active, patterns_of(ids))

@@ -4,6 +4,7 @@
     FOLDER/data/index.js         sites, clusters, and a line of each component: what lists need
     FOLDER/data/texts_N.js       texts of 200 components, which are loaded when one is looked at
     FOLDER/data/reading_N.js     a text of the user, with the components that are active in it
+    FOLDER/data/attention_N_M.js the attention patterns of its last tokens, in one layer
     FOLDER/files.json            the names of all these, by which a later page replaces them
 
 A browser reads no files beside a page on a disk except scripts, so each file of data is one: a call
@@ -32,6 +33,7 @@ from valkyrie.lab.decomposition.shown import (
   pieces,
   visible,
 )
+from valkyrie.lab.decomposition.text_patterns import LayerPatterns
 from valkyrie.storage import owned
 
 START = 'index.html'
@@ -110,6 +112,8 @@ def _data(content: PageContent, decode: Decode) -> Iterator[tuple[str, Any]]:
     yield f'texts_{begin // _TEXTS_IN_FILE}', texts
   for number, reading in enumerate(content.readings):
     yield f'reading_{number}', _reading(reading, numbers, decode)
+    for layer, patterns in enumerate(reading.patterns.values()):
+      yield f'attention_{number}_{layer}', _attention(patterns)
 
 
 def _index(
@@ -144,10 +148,13 @@ def _index(
       'cluster': [cluster_of.get((site, component.number), -1) for site, component in rows],
     },
     'clusters': clusters,
-    'readings': [
-      {'name': visible(reading.name), 'tokens': len(reading.ids)} for reading in content.readings
-    ],
+    'readings': [_reading_line(reading) for reading in content.readings],
   }
+
+
+def _reading_line(reading: ReadText) -> dict[str, Any]:
+  name = visible(reading.name)
+  return {'name': name, 'tokens': len(reading.ids), 'attention': [*reading.patterns]}
 
 
 def _site(site: ShownSite) -> dict[str, Any]:
@@ -202,6 +209,28 @@ def _reading(reading: ReadText, numbers: Mapping[str, int], decode: Decode) -> d
       rows.append([numbers[component.site], component.number, importance])
     active.append(rows)
   return {'pieces': _lines(reading.ids, decode), 'active': active}
+
+
+def _attention(patterns: LayerPatterns) -> dict[str, Any]:
+  """For each head, and for each of the last tokens of a text, the weights of what it reads.
+
+  A weight is a hexadecimal digit, from 0 to `_LEVELS`, of its square root. The first one is of all
+  that is before these tokens, and of registers; the others are of the tokens up to the query.
+  """
+  _, queries, columns = patterns.clean.shape
+  before = columns - queries
+
+  def heads(weights):
+    earlier = weights[..., :before].sum(-1, keepdims=True)
+    shown = np.concatenate([earlier, weights[..., before:]], axis=-1)
+    levels = np.rint(_LEVELS * np.sqrt(np.clip(shown, 0, 1))).astype(int)
+    found = []
+    for head in levels:
+      rows = [''.join(f'{level:x}' for level in row[: n + 2]) for n, row in enumerate(head)]
+      found.append(rows)
+    return found
+
+  return {'first': before - 1, 'model': heads(patterns.clean), 'masked': heads(patterns.masked)}
 
 
 def _lines(ids: Sequence[int], decode: Decode) -> list[str]:

@@ -254,10 +254,67 @@ function showText(number, kind, chosen) {
       const [site, component] = of.split(':').map(Number);
       side.append(element('p', 'Colored by ', index.sites[site] ? componentLink(site, component) : of));
     }
-    show(element('h1', reading.name), element('p', 'Click on a token to see which components are active there.',
-      { className: 'note' }), side, element('p', ...parts, { className: 'text' }));
+    show(element('h1', reading.name), attentionLinks(number),
+      element('p', 'Click on a token to see which components are active there.', { className: 'note' }), side,
+      element('p', ...parts, { className: 'text' }));
     window.scrollTo(0, top);
   });
+}
+
+function attentionLinks(number) {
+  const links = index.readings[number].attention.map((name, layer) => link(`attention/${number}/${layer}`, name));
+  return links.length ? element('p', 'Attention patterns of its last tokens: ', ...links, { className: 'links' }) : '';
+}
+
+/** The attention patterns of a layer as pictures; of a chosen head and query, the text in its colors. */
+function showAttention(number, layer, head, query) {
+  const reading = index.readings[number];
+  if (!reading || !reading.attention[layer]) return showMissing(`attention ${number}/${layer}`);
+  load(`reading_${number}`, text => load(`attention_${number}_${layer}`, found => {
+    if (head !== undefined && !(found.model[head] || [])[query]) return showMissing(`attention of head ${head}`);
+    const choose = (of, row) => { location.hash = `#/attention/${number}/${layer}/${of}/${row}`; };
+    const kinds = [['the model', found.model], ['the model with importances as masks', found.masked]];
+    const top = window.scrollY;
+    const chosen = head === undefined ? [] : kinds.map(([title, heads]) => element('div',
+      element('h2', `What “${text.pieces[found.first + query]}” reads in head ${head} of ${title}`),
+      readText(text, found.first, heads[head][query], query, row => choose(head, row))));
+    const pictures = found.model.map((_, of) => element('figure',
+      ...kinds.map(([, heads]) => picture(heads[of], row => choose(of, row))), element('figcaption', `head ${of}`)));
+    show(element('h1', link(`text/${number}`, reading.name), `: ${reading.attention[layer]}`), attentionLinks(number),
+      element('p', 'On the left the model, on the right the model with importances as masks. A row is one of the last '
+        + `${found.model[0].length} tokens, a column what it reads: the first one all that is before these tokens, and `
+        + 'registers. The color grows with the square root of the weight. Click on a row to see it as a text.',
+      { className: 'note' }), ...chosen, element('div', ...pictures, { className: 'heads' }));
+    window.scrollTo(0, top);
+  }));
+}
+
+/** The last tokens of a text, colored by the weights with which a query reads them. */
+function readText(text, first, weights, query, choose) {
+  const level = n => parseInt(weights[n] || '0', 16);
+  const earlier = element('span', first ? `${first.toLocaleString('en-US')} earlier tokens` : 'registers');
+  heat(earlier, level(0));
+  const parts = text.pieces.slice(first).map((piece, n) => {
+    const made = element('span', piece, { className: n === query ? 'token peak' : 'token' });
+    heat(made, level(n + 1));
+    made.onclick = () => choose(n);
+    return made;
+  });
+  return element('p', earlier, ' ', ...parts, { className: 'text' });
+}
+
+/** A picture of a pattern, of a pixel for each weight; a click chooses a row. */
+function picture(rows, choose) {
+  const made = element('canvas', { width: rows.length + 1, height: rows.length });
+  const context = made.getContext('2d');
+  const heatColor = getComputedStyle(document.documentElement).getPropertyValue('--heat').split(',').map(Number);
+  const image = context.createImageData(made.width, made.height);
+  rows.forEach((weights, row) => [...weights].forEach((digit, column) => {
+    image.data.set([...heatColor, 255 * parseInt(digit, 16) / LEVELS], 4 * (row * made.width + column));
+  }));
+  context.putImageData(image, 0, 0);
+  made.onclick = event => choose(Math.min(rows.length - 1, Math.floor(event.offsetY / made.clientHeight * rows.length)));
+  return made;
 }
 
 function showMissing(name) {
@@ -274,6 +331,7 @@ function route() {
   else if (kind === 'clusters') showClusters();
   else if (kind === 'cluster') showCluster(Number(rest[0]));
   else if (kind === 'texts') showTexts();
+  else if (kind === 'attention') showAttention(...rest.map(Number));
   else if (kind === 'text') showText(Number(rest[0]), rest[1], rest[2]);
   else showSites();
 }
