@@ -198,8 +198,7 @@ def _entry(name: str, entry: Any) -> _Entry:
   dtype = fields.get('dtype')
   shape = fields.get('shape')
   offsets = fields.get('data_offsets')
-  are_lists = isinstance(shape, list) and isinstance(offsets, list)
-  if not isinstance(dtype, str) or not are_lists:
+  if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
     raise ValueError(
       f'{name!r:.80} has {entry!r:.80}, but dtype, shape and data_offsets are needed'
     )

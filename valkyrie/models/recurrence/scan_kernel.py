@@ -86,7 +86,7 @@ def scan(
     inputs=_planes(inputs),
     initial=_planes(initial),
   )
-  states = _states(form, problem)
+  states: Any = _states(form, problem)
   return _complex(states)
 
 
