@@ -76,6 +76,7 @@ setup(
     'trackers': ['wandb>=0.19', 'trackio>=0.3'],
     'tpu': ['jax[tpu]'],  # brings the libtpu that this jax was built for
     'cuda': ['jax[cuda13]'],
+    'deltanet-tpu': ['deltanet-tpu>=0.3,<0.4', 'jax[tpu]'],  # GatedDeltaNet.kernels
     'docs': ['mkdocs-material>=9.6', 'mkdocstrings[python]>=0.30'],
     'test': [
       'gcsfs>=2025.9',

@@ -23,19 +23,25 @@ _NAMES = {'cpu': 'a CPU', 'gpu': 'a GPU', 'tpu': 'a TPU'}
 
 
 class Limits(NamedTuple):
-  """Where a mixer's kernels run: on these platforms, in pieces of a multiple of so many tokens."""
+  """Where a mixer's kernels run: on these platforms, in pieces of a multiple of so many tokens.
+
+  misfit: why there are none for the mixer as it is, if so.
+  """
 
   platforms: Sequence[str]
   multiple: int
+  misfit: str | None = None
 
 
 def why_not(mixer: Any, time: int) -> str | None:
   """Why no kernel of a mixer reads a piece of `time` tokens at once; None if one does."""
-  platforms, multiple = mixer.kernel_limits
+  platforms, multiple, misfit = mixer.kernel_limits
   partitioner = ambient.current().partitioner
   if mixer.kernels != 'interpret' and platform() not in platforms:
     offered = ' and '.join(f'{name.upper()}s' for name in platforms)
     return f'the kernels are for {offered}, and this program for {_NAMES[platform()]}'
+  if misfit:
+    return misfit
   if time % multiple:
     return f'a device reads {time} tokens of a chunk at once, no multiple of {multiple}'
   if partitioner is not None and partitioner.mesh.size > 1:

@@ -85,9 +85,12 @@ def _misfit(setup: Setup, mixer: Any, shape: tuple[int, int, int]) -> str | None
   """Why the kernel of a mixer does not run here; None if it does."""
   _, time, _ = shape
   automatic = None
-  if not setup.partitioner.manual:
+  shared_time = ()
+  if setup.partitioner.manual:
+    shared_time = setup.partitioner.axes_of('time')
+  else:
     automatic = setup.partitioner
-  with ambient.within(partitioner=automatic):
+  with ambient.within(partitioner=automatic, time=shared_time):
     return kernel_choice.why_not(mixer, time)
 
 

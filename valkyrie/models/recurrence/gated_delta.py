@@ -25,6 +25,7 @@ a slice is a mask on D and e, since a decay of zero has no logarithm; the state 
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import gin
@@ -36,10 +37,11 @@ import numpy as np
 
 from valkyrie.config.ranges import Fraction, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models import slices
+from valkyrie.models import kernel_choice, slices
 from valkyrie.models.layers import RMSNorm, project, projections
 from valkyrie.models.matrices import products
 from valkyrie.models.precision import wide
+from valkyrie.models.recurrence import delta_kernel
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.lower_inverse import unit_lower_inverse
 from valkyrie.models.recurrence.time_constants import DecayingHeads
@@ -71,6 +73,8 @@ class GatedDeltaNet(DecayingHeads):
       2411.12537).
     value_heads: of values, decays, gates and states, a multiple of H; None means H.
     norm_epsilon: of the norm in the layer; None means `RMSNorm.epsilon`.
+    kernels: 'prefer' trains by the kernels of `delta_kernel`, for TPUs, where they agree with this
+      form; 'require' ends the run if they do not; 'interpret' is for tests; None uses none.
   """
 
   key_width: PositiveInt
@@ -78,10 +82,18 @@ class GatedDeltaNet(DecayingHeads):
   write_gate: str = 'sigmoid'
   value_heads: PositiveInt | None = None
   norm_epsilon: Fraction | None = None
+  kernels: str | None = None
+
+  @functools.cached_property
+  def kernel_limits(self) -> kernel_choice.Limits:
+    """Where its kernels run."""
+    learned_carry = self.mixer_options.learned_carry
+    return delta_kernel.limits(self.key_width, self.value_width, learned_carry=learned_carry)
 
   def __post_init__(self):
     super().__post_init__()
     check_choice('GatedDeltaNet.write_gate', self.write_gate, WRITE_GATES)
+    check_choice('GatedDeltaNet.kernels', self.kernels, kernel_choice.CHOICES)
     if self.slice_size & (self.slice_size - 1):
       raise ConfigurationError(
         f'GatedDeltaNet.slice_size={self.slice_size} must be a power of two. Use 64.'
@@ -152,17 +164,11 @@ class GatedDeltaNet(DecayingHeads):
     k = self._for_values(k)
     v = v.astype(log_decay.dtype)
     starts = (positions == 0) & is_token
-    y, state = gated_delta_rule(
-      q,
-      k,
-      v,
-      log_decay,
-      beta,
-      carry.state,
-      starts,
-      slice_size=self.slice_size,
-      first=self.first_state(carry.state),
-    )
+    first = self.first_state(carry.state)
+    rule = functools.partial(gated_delta_rule, slice_size=self.slice_size, first=first)
+    if kernel_choice.is_used(self, time):
+      rule = delta_kernel.gated_delta_rule
+    y, state = rule(q, k, v, log_decay, beta, carry.state, starts)
     y = y.reshape(batch, -1, self.value_width)
     normed = self._norm(y).reshape(gate.shape)
     gate = jax.nn.silu(gate.astype(y.dtype))
