@@ -10,7 +10,6 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
-from valkyrie import packages
 from valkyrie.models.kernel_choice import Limits
 from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.mesh import platform
@@ -35,8 +34,7 @@ def _misfit(key_width: int, value_width: int, learned_carry: bool) -> str | None
   if sequence_parallel.axes():
     return 'the kernels read whole chunks, and devices share each chunk'
   if importlib.util.find_spec('deltanet_tpu') is None:
-    command = packages.install('deltanet-tpu')
-    return f'deltanet-tpu, for Python 3.12 and jax 0.11, is not installed: {command}'
+    return 'the package deltanet-tpu is missing; docs/performance.md makes an environment with it'
   if platform() == 'tpu' and jax.default_backend() != 'tpu':
     return 'the library compiles its kernels only where a TPU is'
   return None
