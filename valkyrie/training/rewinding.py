@@ -1,4 +1,4 @@
-"""What the forward pass keeps of the carry before a chunk, for the backward pass to have it again.
+"""Carries before each chunk: the forward pass keeps them, for the backward pass to have them again.
 
 Most of a carry changes with every chunk, and is kept. The keys of a document do not: a chunk
 replaces as many as it has tokens. Only what it replaces is kept, and is put back into the carry
