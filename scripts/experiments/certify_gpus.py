@@ -70,7 +70,6 @@ TABLE = certify.Table(
     certify.run('h200', 'h200:8', '--gin_file=gin/partition/zero1.gin', batch_size=8),
     certify.run('h200', '4xh200:8', '--gin_file=gin/partition/zero1.gin', batch_size=32),
     certify.run('v5p_64_8b', '8xh100:8', _KERNELS),
-    qwen('h100:8', _SPLIT, _QUARTER, chunks=4, backprop_chunks=4),
     qwen('h100:8', _SPLIT, _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
     qwen('h100:8', _SPLIT, *_WHOLE),
     qwen(

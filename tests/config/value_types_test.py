@@ -90,8 +90,8 @@ ZERO = {
   'final_learning_rate_scale', 'z_loss', 'temperature', 'weights', 'low_turns',
   'high_turns', 'depths', 'min_p', 'cooldown', 'pass_carry', 'weight', 'ascents',
   'faithful_steps', 'coefficient', 'minimality', 'exponent', 'last_exponent', 'frequency',
-  'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens', 'pattern_queries', 'clustered',
-  'labeled', 'held_out', 'replication_tolerance', 'devices',
+  'faithfulness', 'source', 'match_weight', 'threshold', 'attacked_tokens', 'pattern_queries',
+  'clustered', 'labeled', 'held_out', 'replication_tolerance', 'devices',
 }  # fmt: skip
 # At most 1.
 UNIT = {
