@@ -1,4 +1,4 @@
-"""How far masks move what a model computes: its hidden activations and its attention patterns."""
+"""Errors of hidden activations and of attention patterns under masks."""
 
 import jax.numpy as jnp
 
