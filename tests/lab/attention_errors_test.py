@@ -11,7 +11,6 @@ from valkyrie.lab.decomposition.evaluation import MASKINGS, ComponentScores
 from valkyrie.lab.decomposition.importance import PerComponent
 from valkyrie.models.attention.patterns import Patterns
 from valkyrie.models.sites import Sites, sites_of
-from valkyrie.run.evaluator import chunk_scores
 
 ROWS, C, CHUNK = 2, 3, 8
 BATCH = tiny.batch((9, 6), padding=1)
@@ -30,12 +29,7 @@ def evaluated(term):
   params, carry = tiny.init(model, ROWS)
   louder = jax.tree.map(lambda leaf: 4 * leaf, params[MODULE])  # patterns that are not even
   params = params | {MODULE: louder}
-  run = jax.jit(lambda carry, chunk: chunk_scores(model, params, carry, chunk, terms=(term,)))
-  parts = []
-  for begin in (0, CHUNK):
-    found, carry = run(carry, tiny.cut(BATCH, begin, begin + CHUNK))
-    parts.append(found.terms['decomposition'])
-  sums = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=float), *parts)
+  sums = tiny.term_sums(term, model, params, carry, BATCH, CHUNK)
   return term.metrics(model, sums), model, params
 
 

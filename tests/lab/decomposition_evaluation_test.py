@@ -138,12 +138,7 @@ def evaluated():
   """(the sums of an evaluation of BATCH in two chunks, its metrics)."""
   model, params, carry = built()
   term = scores()
-  run = jax.jit(lambda carry, chunk: chunk_scores(model, params, carry, chunk, terms=(term,)))
-  parts = []
-  for begin in (0, CHUNK):
-    found, carry = run(carry, tiny.cut(BATCH, begin, begin + CHUNK))
-    parts.append(found.terms['decomposition'])
-  sums = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=float), *parts)
+  sums = tiny.term_sums(term, model, params, carry, BATCH, CHUNK)
   return sums, term.metrics(model, sums)
 
 

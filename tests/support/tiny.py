@@ -14,6 +14,7 @@ from valkyrie.models.block import Block
 from valkyrie.models.model import Model
 from valkyrie.models.ngrams import NgramEmbedding
 from valkyrie.models.s5.layer import S5
+from valkyrie.run.evaluator import chunk_scores
 from valkyrie.training.train_state import state_axes
 from valkyrie.types import Batch
 
@@ -115,6 +116,16 @@ def batch(lengths, rows=2, seed=0, padding=0) -> Batch:
 def cut(whole: Batch, begin: int, end: int) -> Batch:
   """The tokens [begin, end) of every row."""
   return jax.tree.map(lambda x: x[:, begin:end], whole)
+
+
+def term_sums(term, model, params, carry, whole: Batch, chunk: int):
+  """The sums of a term over a batch that is evaluated in two chunks."""
+  run = jax.jit(lambda carry, part: chunk_scores(model, params, carry, part, terms=(term,)))
+  parts = []
+  for begin in (0, chunk):
+    found, carry = run(carry, cut(whole, begin, begin + chunk))
+    parts.append(found.terms[term.name])
+  return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=float), *parts)
 
 
 def check_slopes(gradient, point, at, random):
