@@ -13,7 +13,9 @@ from valkyrie.errors import ConfigurationError, ValkyrieError
 
 @contextlib.contextmanager
 def asserted(
-  message: Callable[[], str], advice: str, kind: type[ValkyrieError] = ConfigurationError
+  message: Callable[[], str],
+  advice: str,
+  kind: type[ValkyrieError] = ConfigurationError,
 ) -> Iterator[None]:
   """Raises KIND('MESSAGE (what chex says). ADVICE') for an assertion of chex that fails inside.
 

@@ -72,7 +72,9 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def storage_errors(
-  message: str, advice: str = '', also: tuple[type[Exception], ...] = ()
+  message: str,
+  advice: str = '',
+  also: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
   """Raises StorageError('MESSAGE: reason. ADVICE') for an OSError, or one of `also`, inside."""
   try:
@@ -109,7 +111,10 @@ _REMEDIES: dict[int | None, str] = {
 
 @contextlib.contextmanager
 def write_errors(
-  message: str, otherwise: str = '', note: str = '', also: tuple[type[Exception], ...] = ()
+  message: str,
+  otherwise: str = '',
+  note: str = '',
+  also: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
   """As `storage_errors`, of a write: the first advice is the remedy for what the system says.
 
@@ -152,7 +157,10 @@ def end_after(end: Callable[[], None], error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def converted(
-  of: tuple[type[Exception], ...], to: type[ValkyrieError], message: str, advice: str
+  of: tuple[type[Exception], ...],
+  to: type[ValkyrieError],
+  message: str,
+  advice: str,
 ) -> Iterator[None]:
   """Raises to('MESSAGE (error). ADVICE') for an error of these types inside."""
   try:

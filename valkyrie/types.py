@@ -97,7 +97,12 @@ class SequenceMixer(Protocol):
     ...
 
   def __call__(
-    self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Carry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Carry]:
     """x [B, T, D] -> (y [B, T, D], the carry after the chunk's last token that is not padding)."""
     ...

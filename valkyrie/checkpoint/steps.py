@@ -301,7 +301,11 @@ def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
 
 
 def superseded(
-  steps: Steps, saved: Sequence[int], keep: int, keep_period: int | None, keep_best: int
+  steps: Steps,
+  saved: Sequence[int],
+  keep: int,
+  keep_period: int | None,
+  keep_best: int,
 ) -> list[int]:
   """The steps that are not kept, of all `saved` ones in order; never the newest one.
 

@@ -7,7 +7,9 @@ _NOTHING = object()
 
 
 def differences(
-  was: Mapping[str, Any], now: Mapping[str, Any], default_of: Callable[[str], Any] | None = None
+  was: Mapping[str, Any],
+  now: Mapping[str, Any],
+  default_of: Callable[[str], Any] | None = None,
 ) -> list[str]:
   """A line for each name whose values differ; `default_of` gives the value where one has none.
 

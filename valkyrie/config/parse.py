@@ -190,7 +190,11 @@ def _read_flag(flag: str) -> Statement:
 
 
 def _read_file(
-  name: str, where: str, search_paths: Sequence[str], allowed: Sequence[str], above: tuple = ()
+  name: str,
+  where: str,
+  search_paths: Sequence[str],
+  allowed: Sequence[str],
+  above: tuple = (),
 ) -> list[Statement]:
   path = _find(name, where, search_paths)
   if path.resolve() in [other.resolve() for other in above]:

@@ -133,7 +133,9 @@ def _as_data(text: str) -> dict[str, Any]:
 
 
 def _check_unchanged(
-  path: pathlib.Path, data: Mapping[str, Any], overridden: Collection[str]
+  path: pathlib.Path,
+  data: Mapping[str, Any],
+  overridden: Collection[str],
 ) -> None:
   """Raises a ConfigurationError if config.json is not as it was written.
 

@@ -101,7 +101,11 @@ def _sources_of(bindings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def relation_to(
-  output: str | os.PathLike, source: str, written: Iterable[str], *, links: bool
+  output: str | os.PathLike,
+  source: str,
+  written: Iterable[str],
+  *,
+  links: bool,
 ) -> str | None:
   """How a folder lies to a source of texts: 'is', 'is inside' or 'is above'; None if apart.
 

@@ -65,7 +65,12 @@ class ChatTemplate:
         template.compile()
 
   def render(
-    self, messages: Messages, place: str, *, asks: bool, tools: Tools | None = None
+    self,
+    messages: Messages,
+    place: str,
+    *,
+    asks: bool,
+    tools: Tools | None = None,
   ) -> str:
     """The text of messages; if it `asks`, also the beginning of an answer.
 

@@ -37,7 +37,9 @@ def filled_groups(file: pyarrow.parquet.ParquetFile) -> list[int]:
 
 
 def parquet_rows(
-  file: pyarrow.parquet.ParquetFile, group: int, columns: Sequence[str]
+  file: pyarrow.parquet.ParquetFile,
+  group: int,
+  columns: Sequence[str],
 ) -> Iterator[tuple[int, Row]]:
   """The rows of a row group, with their numbers in the file from 0.
 
@@ -65,7 +67,12 @@ def arrow_names(stream: Any, *, indexed: bool) -> list[str]:
 
 
 def arrow_rows(
-  stream: Any, columns: Sequence[str], part: int, parts: int, *, indexed: bool
+  stream: Any,
+  columns: Sequence[str],
+  part: int,
+  parts: int,
+  *,
+  indexed: bool,
 ) -> Iterator[tuple[int, Row]]:
   """The rows of every `parts`-th batch, with their numbers in the file from 0.
 

@@ -292,7 +292,11 @@ class TaskFeed:
     batch.segment_ids[:n] = segments_of_tokens[:n]
 
   def _is_answer(
-    self, documents: Documents, position: int, counts: np.ndarray, skipped: np.ndarray
+    self,
+    documents: Documents,
+    position: int,
+    counts: np.ndarray,
+    skipped: np.ndarray,
   ) -> np.ndarray:
     """Which targets are learned, bool [T]: in a document with prompts only the answers.
 

@@ -16,7 +16,10 @@ _LONGEST_VALUE = 2**31  # bytes of a file that is one JSON value
 
 
 def separated(
-  lines: Any, separator: str, path: str, check: Callable[[Sequence[str], str], Any]
+  lines: Any,
+  separator: str,
+  path: str,
+  check: Callable[[Sequence[str], str], Any],
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """(place, row) of each row; `check` gets the names of the columns, and their place."""
   csv.field_size_limit(foreign.LONGEST_LINE)

@@ -82,7 +82,10 @@ class MixedRow:
   """
 
   def __init__(
-    self, sources: Sequence[Row], row: int, changes: Sequence[tuple[int, Sequence[float]]]
+    self,
+    sources: Sequence[Row],
+    row: int,
+    changes: Sequence[tuple[int, Sequence[float]]],
   ):
     """Takes the sources, the number of the row, and `changes`: (position, weights from there on).
 
@@ -259,7 +262,13 @@ class MixedRow:
     read_until = before + np.cumsum(read, axis=0)
     return read_until - read
 
-  def _window_of_source(self, stage: _Stage, number: int, low: float, high: float) -> _Window:
+  def _window_of_source(
+    self,
+    stage: _Stage,
+    number: int,
+    low: float,
+    high: float,
+  ) -> _Window:
     """The units of one source with times from low to high."""
     source = self._sources[number]
     weight = stage.weights[number]

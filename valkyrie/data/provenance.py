@@ -37,7 +37,12 @@ class Origin:
   """
 
   def __init__(
-    self, files: SourceFiles, store: pathlib.Path, *, renew: bool = False, generation: str = ''
+    self,
+    files: SourceFiles,
+    store: pathlib.Path,
+    *,
+    renew: bool = False,
+    generation: str = '',
   ):
     """Reads the record in the store's directory, and writes it first if no shard depends on one.
 
@@ -116,7 +121,10 @@ class Origin:
 
 
 def check(
-  path: pathlib.Path, information: Mapping[str, Any], rebuild: str, named: Iterable[str | None]
+  path: pathlib.Path,
+  information: Mapping[str, Any],
+  rebuild: str,
+  named: Iterable[str | None],
 ) -> None:
   """Raises a DataError if the source of a store has changed.
 
@@ -203,7 +211,10 @@ def _check_addresses(location: str | Sequence[str], named: Iterable[str | None])
 
 
 def _check_names(
-  path: pathlib.Path, recorded: Mapping[str, Any], source: str | None, rebuild: str
+  path: pathlib.Path,
+  recorded: Mapping[str, Any],
+  source: str | None,
+  rebuild: str,
 ) -> None:
   """Raises a DataError if a store of an earlier version has files that are of other splits now.
 
@@ -333,7 +344,11 @@ def _changes(recorded: Sequence[Sequence[Any]], files: SourceFiles) -> str:
 
 
 def _differs(
-  file: SourceFile, size: int, modified: int, digest: str | None, changed: int | None = None
+  file: SourceFile,
+  size: int,
+  modified: int,
+  digest: str | None,
+  changed: int | None = None,
 ) -> bool:
   """Whether a file differs from its record, which may lack the time of the inode."""
   if file.size != size:

@@ -94,7 +94,13 @@ class Row:
     end: tokens of the stream; None if it is endless.
   """
 
-  def __init__(self, lengths: np.ndarray, documents: np.ndarray, counts: np.ndarray, order: Order):
+  def __init__(
+    self,
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    counts: np.ndarray,
+    order: Order,
+  ):
     """Makes the row of some units.
 
     Args:
@@ -253,7 +259,10 @@ def _units(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   the number of documents of each unit, int64 [units].
   """
   _, first_documents, unit_of_document, counts = np.unique(
-    keys, return_index=True, return_inverse=True, return_counts=True
+    keys,
+    return_index=True,
+    return_inverse=True,
+    return_counts=True,
   )
   first_of_document = first_documents[unit_of_document]
   members = np.argsort(first_of_document, kind='stable')

@@ -213,7 +213,9 @@ def _files(source: Any, split: str) -> SourceFiles | None:
 
 
 def _document(
-  example: dict[str, Any], prompts: bool, vocabulary: Vocabulary
+  example: dict[str, Any],
+  prompts: bool,
+  vocabulary: Vocabulary,
 ) -> store_writer.Document:
   prompt = np.empty(0, np.int32)
   if prompts:

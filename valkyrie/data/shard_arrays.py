@@ -50,7 +50,13 @@ class ShardArrays:
     counts: the numbers of COUNTS so far.
   """
 
-  def __init__(self, selection: Selection, shard: int, stream: BinaryIO, report: Report):
+  def __init__(
+    self,
+    selection: Selection,
+    shard: int,
+    stream: BinaryIO,
+    report: Report,
+  ):
     """Begins the array of tokens in `stream`; for `report`, see `StoreWriter.write_shard`."""
     self._selection = selection
     self._vocabulary = selection.vocabulary

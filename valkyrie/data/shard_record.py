@@ -57,7 +57,9 @@ def all_in(store: pathlib.Path) -> dict[pathlib.Path, dict[str, Any]]:
 
 
 def others_in(
-  store: pathlib.Path, like: Mapping[str, Any], kept: Collection[pathlib.Path]
+  store: pathlib.Path,
+  like: Mapping[str, Any],
+  kept: Collection[pathlib.Path],
 ) -> dict[pathlib.Path, list[str]]:
   """{folder: files} of the shards in the folder of a store that are `like` one, but not `kept`."""
   others = {}

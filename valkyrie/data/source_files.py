@@ -274,7 +274,10 @@ class SourceFiles:
     return training
 
   def _splits_of(
-    self, names: Mapping[str, SourceFile], *, is_folder: bool
+    self,
+    names: Mapping[str, SourceFile],
+    *,
+    is_folder: bool,
   ) -> tuple[dict[str, str], list[str]]:
     """The splits that a dataset card or the names tell, and names that are doubtful."""
     rows = {name for name in names if format_of(name) in ROWS}

@@ -213,7 +213,9 @@ def _has_training(words: Iterable[str]) -> bool:
 
 
 def _may_tell(
-  words: tuple[str, ...], siblings: Collection[tuple[str, ...]], is_beside_training: bool
+  words: tuple[str, ...],
+  siblings: Collection[tuple[str, ...]],
+  is_beside_training: bool,
 ) -> bool:
   """Whether a name may mean a split for validation or tests, though no counterpart shows it."""
   others = tuple(word for word in words if not _is_held_out(word))

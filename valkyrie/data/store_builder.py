@@ -218,7 +218,10 @@ class _Progress(tqdm.tqdm):
 
 @packages.without_current_folder()
 def _in_processes(
-  opened: Callable[[], Bench], numbers: Iterable[int], count: int, progress: _Progress
+  opened: Callable[[], Bench],
+  numbers: Iterable[int],
+  count: int,
+  progress: _Progress,
 ) -> None:
   """Builds shards in `count` processes; raises the first error, and ends the others."""
   context = multiprocessing.get_context('spawn')

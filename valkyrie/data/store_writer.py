@@ -70,7 +70,10 @@ class StoreWriter:
     return information
 
   def write_shard(
-    self, shard: int, documents: Iterable[Document], report: Report = lambda documents, tokens: None
+    self,
+    shard: int,
+    documents: Iterable[Document],
+    report: Report = lambda documents, tokens: None,
   ) -> None:
     """Writes a shard, unless it is complete already.
 

@@ -28,7 +28,9 @@ def _refuse(reason: str) -> NoReturn:
 
 def _compiled(source: str, names: dict[str, Any]) -> Any:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols']
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=['jinja2.ext.loopcontrols'],
   )
   environment.globals |= names | {'raise_exception': _refuse, 'strftime_now': _DATE.strftime}
   environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)

@@ -65,7 +65,10 @@ def enable() -> str | None:
 
 
 def keep(
-  program: jax.stages.Compiled, lowered: jax.stages.Lowered, devices: Sequence[Any], seconds: float
+  program: jax.stages.Compiled,
+  lowered: jax.stages.Lowered,
+  devices: Sequence[Any],
+  seconds: float,
 ) -> str:
   """Keeps a program that took `seconds` for `compiled` in a run; returns its file, or why not."""
   name = _name(lowered, devices)

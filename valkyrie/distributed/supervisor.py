@@ -216,7 +216,13 @@ class Supervisor:
       return None
     return pipe.read(65536)
 
-  def _report(self, status: RunStatus, code: int, reason: str, again: bool) -> None:
+  def _report(
+    self,
+    status: RunStatus,
+    code: int,
+    reason: str,
+    again: bool,
+  ) -> None:
     action = 'ending'
     if again:
       action = 'restarting'

@@ -57,7 +57,11 @@ class Attribution(NamedTuple):
   document: int | None = None
 
   def passages(
-    self, count: int = 10, width: int = 16, *, everywhere: bool = False
+    self,
+    count: int = 10,
+    width: int = 16,
+    *,
+    everywhere: bool = False,
   ) -> list[Passage]:
     """The `count` strongest passages of `width` tokens, apart from one another, strongest first.
 
@@ -108,7 +112,11 @@ class Attributor:
     self._backwards = jax.jit(self._pulled_back, static_argnums=3)
 
   def __call__(
-    self, params: Params, tokens: np.ndarray, answer: int, since: int
+    self,
+    params: Params,
+    tokens: np.ndarray,
+    answer: int,
+    since: int,
   ) -> tuple[np.ndarray, float]:
     """(effects and strengths [2, N], the log-probability of the last `answer` tokens in nats).
 
@@ -164,7 +172,12 @@ class Attributor:
     return chunks
 
   def _read(
-    self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, shift: Array | None = None
+    self,
+    params: Params,
+    carry: TextCarry,
+    chunk: _Chunk,
+    count: int,
+    shift: Array | None = None,
   ) -> tuple[tuple[Array, Array, Array | None], TextCarry]:
     """((log-odds, log-probability) of at most `count` weighted tokens, the carry after the chunk).
 
@@ -189,7 +202,12 @@ class Attributor:
     return results, next_carry
 
   def _pulled_back(
-    self, params: Params, carry: TextCarry, chunk: _Chunk, count: int, gradient: Sequence[Array]
+    self,
+    params: Params,
+    carry: TextCarry,
+    chunk: _Chunk,
+    count: int,
+    gradient: Sequence[Array],
   ) -> tuple[Sequence[Array], Array]:
     """(The gradient of the carry before a chunk, effects and strengths), from that after it."""
     floats, rebuild = floats_of(carry)

@@ -82,7 +82,9 @@ def stream(
 
 
 def _prompts(
-  rows: TextRows, prompts: Text | Sequence[Text], carry: AnyCarry | None
+  rows: TextRows,
+  prompts: Text | Sequence[Text],
+  carry: AnyCarry | None,
 ) -> list[np.ndarray]:
   """The tokens of each prompt; an empty one begins a document with a line break."""
   tokens = rows.tokens(prompts, carry)

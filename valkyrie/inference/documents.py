@@ -46,7 +46,10 @@ AnyCarry = TextCarry | Document
 
 
 def read_document(
-  reader: Reader, params: Params, tokens: np.ndarray, like: Document | None = None
+  reader: Reader,
+  params: Params,
+  tokens: np.ndarray,
+  like: Document | None = None,
 ) -> Document:
   """Reads the tokens [N] of a document, from the nearest carry that it shares with another one."""
   size = reader.chunk_size

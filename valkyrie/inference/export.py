@@ -122,7 +122,12 @@ def export(
     whose = "Hugging Face's"
   prefix = 'adapter_' if form == 'peft' else ''
   card = _CARD.format(
-    name=name, parameters=count, step=steps, whose=whose, prefix=prefix, use=_USE[form]
+    name=name,
+    parameters=count,
+    step=steps,
+    whose=whose,
+    prefix=prefix,
+    use=_USE[form],
   )
   message = f'{folder} cannot be written'
   with write_errors(message, 'name another --output'), owned.new_folder(folder) as unfinished:

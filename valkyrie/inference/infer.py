@@ -111,7 +111,11 @@ def infer(
       numbers = f'{first + 1} to {last} of {len(texts)}'
       with doing(f'continuing prompts {numbers}'):
         continuations = loaded.generate(
-          batch, first=first, samples=samples, batch_size=batch_size, **options
+          batch,
+          first=first,
+          samples=samples,
+          batch_size=batch_size,
+          **options,
         )
       for continuation in continuations:
         number = continuation.prompt
@@ -223,7 +227,12 @@ class TextSamples:
     functions = language_model.transform(model)
     tokenizer = vocabularies.load(vocabulary)
     self._loaded = LoadedModel(
-      functions, {}, tokenizer, model_dir='', steps=(), chunk_size=chunk_size
+      functions,
+      {},
+      tokenizer,
+      model_dir='',
+      steps=(),
+      chunk_size=chunk_size,
     )
 
   def pauses(self, step: int) -> bool:

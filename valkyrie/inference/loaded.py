@@ -76,13 +76,24 @@ class LoadedModel:
 
   @overload
   def read(
-    self, texts: Text | Sequence[Text], carry: AnyCarry | None = None, *, cut: str | None = None
+    self,
+    texts: Text | Sequence[Text],
+    carry: AnyCarry | None = None,
+    *,
+    cut: str | None = None,
   ) -> TextCarry: ...
 
   @overload
   def read(self, texts: Text, *, keep: str | Document) -> Document: ...
 
-  def read(self, texts: Any, carry: Any = None, *, cut: str | None = None, keep: Any = None) -> Any:
+  def read(
+    self,
+    texts: Any,
+    carry: Any = None,
+    *,
+    cut: str | None = None,
+    keep: Any = None,
+  ) -> Any:
     """Reads texts and returns the carry after them, with a row for each text.
 
     Its size does not depend on the length of the texts, unless the model has full attention.
@@ -157,7 +168,11 @@ class LoadedModel:
     )
 
   def embed(
-    self, texts: Text | Sequence[Text], carry: AnyCarry | None = None, *, batch_size: int = 8
+    self,
+    texts: Text | Sequence[Text],
+    carry: AnyCarry | None = None,
+    *,
+    batch_size: int = 8,
   ) -> np.ndarray:
     """A vector for each of N texts, float32 [N, D]: the mean of its tokens' features.
 
@@ -170,7 +185,11 @@ class LoadedModel:
     return np.array(vectors, np.float32).reshape(-1, width)
 
   def logits(
-    self, text: Text, carry: AnyCarry | None = None, *, params: Params | None = None
+    self,
+    text: Text,
+    carry: AnyCarry | None = None,
+    *,
+    params: Params | None = None,
   ) -> Array:
     """The logits of the token after each token of a text, float32 [T, vocabulary size].
 
@@ -180,7 +199,10 @@ class LoadedModel:
     return scoring.logits(self.text_rows, self._params_or(params), text, carry)
 
   def activations(
-    self, text: Text, kinds: Sequence[str] = ('stream',), carry: AnyCarry | None = None
+    self,
+    text: Text,
+    kinds: Sequence[str] = ('stream',),
+    carry: AnyCarry | None = None,
   ) -> dict[str, np.ndarray]:
     """Intermediate values of each token: {kind: [layers, T, D]}.
 
@@ -194,7 +216,12 @@ class LoadedModel:
     return scoring.activations(self.text_rows, self.params, text, kinds, carry)
 
   def attribution(
-    self, document: Text | Document, question: Text, answer: Text, *, since: int = 0
+    self,
+    document: Text | Document,
+    question: Text,
+    answer: Text,
+    *,
+    since: int = 0,
   ) -> Attribution:
     """How the log-odds of an answer depend on each token before it, to first order.
 

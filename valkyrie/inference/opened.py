@@ -66,7 +66,12 @@ def open_run(
       traced[name] = inside()(function)
     functions = functions._replace(**traced)
   return LoadedModel(
-    functions, params, tokenizer, model_dir=model_dir, steps=steps, chunk_size=chunk_size
+    functions,
+    params,
+    tokenizer,
+    model_dir=model_dir,
+    steps=steps,
+    chunk_size=chunk_size,
   )
 
 
@@ -95,7 +100,9 @@ def load(
 
 
 def configured(
-  model_dir: str | os.PathLike, bindings: Sequence[str], allow_import: Sequence[str]
+  model_dir: str | os.PathLike,
+  bindings: Sequence[str],
+  allow_import: Sequence[str],
 ) -> tuple[str | os.PathLike, Configuration]:
   """The directory of a run, and its configuration; see `load` for the arguments and errors."""
   directory = opened(model_dir)

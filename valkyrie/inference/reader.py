@@ -233,7 +233,12 @@ class Reader:
     yield from map(np.asarray, pending)
 
   def _chosen(
-    self, sampling: Sampling, params: Params, carry: TextCarry, seen: Array, keys: Array
+    self,
+    sampling: Sampling,
+    params: Params,
+    carry: TextCarry,
+    seen: Array,
+    keys: Array,
   ) -> tuple[Array, TextCarry, Array]:
     tables = params['model']
     size = self.model.about.vocabulary_size
@@ -254,7 +259,12 @@ class Reader:
     return tokens, next_carry, seen
 
   def _advance(
-    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array, cut: str | None = None
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
+    cut: str | None = None,
   ) -> TextCarry:
     """Reads the first `lengths` [B] of the tokens [B, T], after a cut of the carry."""
     empty = self.model.initial_carry(len(tokens))
@@ -298,7 +308,11 @@ class Reader:
     return features, TextCarry(model_carry, next_position, hidden)
 
   def _scored(
-    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
   ) -> tuple[tuple[Array, Array], TextCarry]:
     features, next_carry = self.apply(params, carry, tokens, lengths)
     hidden = predicting_hidden(carry, features)
@@ -308,7 +322,11 @@ class Reader:
     return (-scores.loss, scores.right), next_carry
 
   def _predicted(
-    self, params: Params, carry: TextCarry, tokens: Array, lengths: Array
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
   ) -> tuple[Array, TextCarry]:
     features, next_carry = self.apply(params, carry, tokens, lengths)
     size = self.model.about.vocabulary_size
@@ -316,7 +334,10 @@ class Reader:
     return padded_logits[..., :size], next_carry
 
   def chunks(
-    self, carry: TextCarry, rows: Sequence[np.ndarray], begin: int = 0
+    self,
+    carry: TextCarry,
+    rows: Sequence[np.ndarray],
+    begin: int = 0,
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(tokens [B, T], real tokens of each row [B]) of each chunk; raises as `check_length`.
 

@@ -50,7 +50,11 @@ def logits(rows: TextRows, params: Params, text: Text, carry: AnyCarry | None) -
 
 
 def activations(
-  rows: TextRows, params: Params, text: Text, kinds: Sequence[str], carry: AnyCarry | None
+  rows: TextRows,
+  params: Params,
+  text: Text,
+  kinds: Sequence[str],
+  carry: AnyCarry | None,
 ) -> dict[str, np.ndarray]:
   """Intermediate values of each token: {kind: [layers, T, D]}."""
   tokens = rows.tokens([text], carry)

@@ -72,7 +72,10 @@ class TextRows:
     return found.astype(np.int32)
 
   def begun(
-    self, carry: AnyCarry | None, texts: int, numbers: Sequence[int] | None = None
+    self,
+    carry: AnyCarry | None,
+    texts: int,
+    numbers: Sequence[int] | None = None,
   ) -> TextCarry:
     """The carry with which texts begin: empty, or copies of the rows of a carry.
 

@@ -33,7 +33,13 @@ class Declared:
 def stored_as(dtype: DType) -> Callable:
   """A Haiku creator that stores in this dtype the parameters that every use casts."""
 
-  def creator(create, shape, own, init, context):
+  def creator(
+    create,
+    shape,
+    own,
+    init,
+    context,
+  ):
     is_cast = isinstance(init, Declared) and init.cast is not None
     return create(shape, dtype if is_cast else own, init)
 

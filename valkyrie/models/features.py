@@ -76,7 +76,12 @@ class Insert(Protocol):
   def forward_flops(self, width: int) -> int: ...
 
   def __call__(
-    self, x: Array, carry: Carry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Carry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Carry, Any]:
     """x [B, T, D] -> (the addition to it [B, T, D], the carry, the auxiliary output).
 

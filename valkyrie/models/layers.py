@@ -109,7 +109,11 @@ def configure(mixer: Any, options: MixerOptions) -> None:
 
 
 def projections(
-  x: Array, axes: Axes, init: Callable | None = None, /, **widths: int
+  x: Array,
+  axes: Axes,
+  init: Callable | None = None,
+  /,
+  **widths: int,
 ) -> list[Matrix]:
   """Matrices [D_in, width] of the calling module, by name, for `products` with x."""
   fan_in = x.shape[-1]

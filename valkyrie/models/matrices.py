@@ -76,7 +76,11 @@ class Matrix:
 
   @classmethod
   def multiply(
-    cls, x: Array, groups: Sequence[Sequence['Matrix']], axes: Axes, dtype: DType
+    cls,
+    x: Array,
+    groups: Sequence[Sequence['Matrix']],
+    axes: Axes,
+    dtype: DType,
   ) -> list[Array]:
     """The products of x [..., D_in] with the stored arrays of each group, side by side."""
     stored = [_stored(group) for group in groups]
@@ -94,14 +98,28 @@ class _Changed(Matrix):
 
   is_changed = True
 
-  def adjust(self, x, y, axes=(None, None), *, layout=ROWS, scale=unchanged):
+  def adjust(
+    self,
+    x,
+    y,
+    axes=(None, None),
+    *,
+    layout=ROWS,
+    scale=unchanged,
+  ):
     """See `Matrix.adjust`."""
     rows = layout.results(y)
     inputs = layout.inputs(x)
     changed = self._change(inputs, rows, axes, scale)
     return layout.from_rows(changed)
 
-  def _change(self, x: Array, y: Array, axes: Axes, scale: Callable[[Array], Array]) -> Array:
+  def _change(
+    self,
+    x: Array,
+    y: Array,
+    axes: Axes,
+    scale: Callable[[Array], Array],
+  ) -> Array:
     """`adjust` of rows. It acts on activations, so no second matrix of this size is made."""
     raise NotImplementedError
 
@@ -117,7 +135,13 @@ class Adapted(_Changed):
     """Wide: the sum is rounded once, so that A B has an effect as exact as the products are."""
     return wide(dtype)
 
-  def _change(self, x, y, axes, scale):
+  def _change(
+    self,
+    x,
+    y,
+    axes,
+    scale,
+  ):
     axis_in, axis_out = axes
     low = split_product(matmul, x, self.down, (axis_in, None))
 
@@ -145,7 +169,13 @@ class Decomposed(_Changed):
   masks: Masks | None  # without masks, the product is x W
   note: Callable[[Array], None]  # is called with what the site multiplies
 
-  def _change(self, x, y, axes, scale):
+  def _change(
+    self,
+    x,
+    y,
+    axes,
+    scale,
+  ):
     self.note(x)
     if self.masks is None:
       return y

@@ -40,7 +40,13 @@ def check_causal(mixers: Sequence[SequenceMixer]) -> None:
       )
 
 
-def check_result(name: str, x: Array, before: Carry, y: Array, after: Carry) -> None:
+def check_result(
+  name: str,
+  x: Array,
+  before: Carry,
+  y: Array,
+  after: Carry,
+) -> None:
   """Raises a ConfigurationError if a mixer's outputs or carry have another form than its inputs."""
 
   def message() -> str:

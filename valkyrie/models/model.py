@@ -38,7 +38,12 @@ class Model(NamedTuple):
   insert_rests: bool = False
 
   def read(
-    self, params: Params, carry: Carry, batch: Batch, *options: Any, **named: Any
+    self,
+    params: Params,
+    carry: Carry,
+    batch: Batch,
+    *options: Any,
+    **named: Any,
   ) -> tuple[Features, Carry]:
     """`apply` to a batch."""
     tokens = (batch.inputs, batch.positions, batch.segment_ids)
@@ -201,7 +206,13 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
   """
   declarations: dict[str, Declared] = {}  # by path
 
-  def creator(create, shape, dtype, init, context):
+  def creator(
+    create,
+    shape,
+    dtype,
+    init,
+    context,
+  ):
     if isinstance(init, Declared):
       # Inside a layer stack, Haiku names modules relative to it.
       prefix = context.lifted_prefix_name or ''

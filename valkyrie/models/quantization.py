@@ -45,7 +45,11 @@ class Quantized(Matrix):
 
   @classmethod
   def multiply(
-    cls, x: Array, groups: Sequence[Sequence[Any]], axes: Axes, dtype: DType
+    cls,
+    x: Array,
+    groups: Sequence[Sequence[Any]],
+    axes: Axes,
+    dtype: DType,
   ) -> list[Array]:
     """See `Matrix.multiply`; no layout splits these products."""
     matrices = list(itertools.chain.from_iterable(groups))
@@ -120,12 +124,24 @@ def product(x: Array, weights: Sequence[Quantized], out_dtype: DType) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(out_dtype, x, whole, w8, scale):
+def _product(
+  out_dtype,
+  x,
+  whole,
+  w8,
+  scale,
+):
   y, _ = _forward(out_dtype, x, whole, w8, scale)
   return y
 
 
-def _forward(out_dtype, x, _, w8, scale):
+def _forward(
+  out_dtype,
+  x,
+  _,
+  w8,
+  scale,
+):
   y = _by_rows(x, w8, 0) * scale
   return y.astype(out_dtype), (x, w8, scale)
 
@@ -151,7 +167,13 @@ def _by_rows(x, w8, summed):
   return sums.astype(scale.dtype) * scale
 
 
-def _dot(a, b, a_axis, b_axis, dtype=None):
+def _dot(
+  a,
+  b,
+  a_axis,
+  b_axis,
+  dtype=None,
+):
   """The sums of the products of two matrices over an axis of each."""
   contracted = ((a_axis,), (b_axis,))
   batched = ((), ())

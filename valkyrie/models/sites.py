@@ -85,7 +85,11 @@ class Sites:
     return by_layer
 
   def getter(
-    self, layer: int, prefix: str, masks: Mapping[str, Masks], inputs: dict[str, Array]
+    self,
+    layer: int,
+    prefix: str,
+    masks: Mapping[str, Masks],
+    inputs: dict[str, Array],
   ) -> Callable:
     """A Haiku getter of the sites among the matrices; `inputs` gets what they multiply.
 

@@ -42,7 +42,10 @@ class Stack(NamedTuple):
   def loop(self, layer: Callable, unroll: int) -> Callable:
     """The function (x, *inputs by repeat) -> (x, outputs by repeat) of all repeats of a layer."""
     stacked = hk.layer_stack(
-      self.repeats, with_per_layer_inputs=True, unroll=unroll, name=self.name
+      self.repeats,
+      with_per_layer_inputs=True,
+      unroll=unroll,
+      name=self.name,
     )
     return stacked(layer)
 

@@ -41,7 +41,9 @@ class _EventFile(metric_writers.SummaryWriter):
   def drop(self, begin: int) -> None:
     """Tells TensorBoard to drop what earlier files have of the steps from `begin` on."""
     start = Event(
-      step=begin, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)
+      step=begin,
+      wall_time=time.time(),
+      session_log=SessionLog(status=SessionLog.START),
     )
     for _ in range(2):  # the first one that TensorBoard reads drops nothing
       tf.raw_ops.ImportEvent(

@@ -183,7 +183,12 @@ def _samples(runs: Sequence[Run]) -> str:
 
 
 def _curves(
-  runs: Sequence[Run], stream: str, metric: str, title: str, unit: str, axis: tuple[str, str]
+  runs: Sequence[Run],
+  stream: str,
+  metric: str,
+  title: str,
+  unit: str,
+  axis: tuple[str, str],
 ) -> str:
   """A figure of a metric of all runs that have it; of validation, its quick part."""
   name, words = axis

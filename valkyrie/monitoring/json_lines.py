@@ -76,7 +76,10 @@ class JsonLines(contextlib.AbstractContextManager['JsonLines']):
   """
 
   def __init__(
-    self, path: pathlib.Path, patience: float = PATIENCE, say: Callable[[str], None] = tell
+    self,
+    path: pathlib.Path,
+    patience: float = PATIENCE,
+    say: Callable[[str], None] = tell,
   ):
     """Opens the file.
 

@@ -16,7 +16,10 @@ class MetricWriter:
   """
 
   def write_summaries(
-    self, step: int, values: Arrays, metadata: Mapping[str, Any] | None = None
+    self,
+    step: int,
+    values: Arrays,
+    metadata: Mapping[str, Any] | None = None,
   ) -> None:
     """Writes tensors for a plugin of TensorBoard."""
     self.call('write_summaries', step, values, metadata)
@@ -42,7 +45,10 @@ class MetricWriter:
     self.call('write_texts', step, texts)
 
   def write_histograms(
-    self, step: int, arrays: Arrays, num_buckets: Mapping[str, int] | None = None
+    self,
+    step: int,
+    arrays: Arrays,
+    num_buckets: Mapping[str, int] | None = None,
   ) -> None:
     """Writes histograms of arrays of any shape."""
     self.call('write_histograms', step, arrays, num_buckets)

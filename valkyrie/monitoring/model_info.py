@@ -34,7 +34,11 @@ class Weight(NamedTuple):
 
 
 def text(
-  parameters: Any, axes: Any, counts: Any, optimizer_state: Any, remarks: Sequence[str] = ()
+  parameters: Any,
+  axes: Any,
+  counts: Any,
+  optimizer_state: Any,
+  remarks: Sequence[str] = (),
 ) -> str:
   """Totals, and tables of parameters, of modules and of the optimizer's state.
 

@@ -74,7 +74,9 @@ def _matplotlib() -> Any:
 
 @_drawn_anyhow
 def write_loss_by_position(
-  model_dir: pathlib.Path, curves: Mapping[str, Metrics], name: str = ''
+  model_dir: pathlib.Path,
+  curves: Mapping[str, Metrics],
+  name: str = '',
 ) -> np.ndarray:
   """Draws the metrics loss_by_position/P over P on a logarithmic axis, one curve per name.
 
@@ -104,7 +106,9 @@ def write_loss_by_position(
 
 
 def _draw_losses(
-  axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], first: int
+  axes: Any,
+  points: Mapping[str, Sequence[tuple[float, float]]],
+  first: int,
 ) -> None:
   """Draws a curve for each name, from the position `first` on."""
   axes.set_xscale('log', base=2)
@@ -200,7 +204,11 @@ def write_spikes(path: pathlib.Path, sizes: np.ndarray, x_name: str, y_name: str
 
 @_drawn_anyhow
 def figure(
-  title: str, x_name: str, y_name: str, curves: Sequence[Curve], logarithmic: str = ''
+  title: str,
+  x_name: str,
+  y_name: str,
+  curves: Sequence[Curve],
+  logarithmic: str = '',
 ) -> str:
   """A figure of a page, with its caption; '' if no curve has a point.
 

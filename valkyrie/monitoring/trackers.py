@@ -149,7 +149,11 @@ class WeightsAndBiases(_Client):
   """A tracker that writes to Weights & Biases; needs the package wandb."""
 
   def __init__(
-    self, project: str, name: str | None = None, entity: str | None = None, mode: str | None = None
+    self,
+    project: str,
+    name: str | None = None,
+    entity: str | None = None,
+    mode: str | None = None,
   ):
     """Takes arguments of wandb.init; if `name` is None, the run is named after its directory.
 

@@ -75,7 +75,13 @@ class TrainingLog:
     if self._since is not None:
       self._timed[step] = 0.0
 
-  def call_hooks(self, hooks: Iterable[Hook], step: int, state: Any, metrics: Any) -> None:
+  def call_hooks(
+    self,
+    hooks: Iterable[Hook],
+    step: int,
+    state: Any,
+    metrics: Any,
+  ) -> None:
     """Calls hooks, and adds their numbers and texts to the next line, as 'hooks/NAME'."""
     for hook in hooks:
       pauses_at = getattr(hook, 'pauses', None)

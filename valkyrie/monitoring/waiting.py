@@ -15,7 +15,9 @@ def _print(line: str) -> None:
 
 @contextlib.contextmanager
 def doing(
-  what: str, say: Callable[[str], None] = _print, every: float | None = None
+  what: str,
+  say: Callable[[str], None] = _print,
+  every: float | None = None,
 ) -> Iterator[None]:
   """A context that says every so many seconds what is still being done, and for how long.
 

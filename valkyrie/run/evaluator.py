@@ -156,7 +156,13 @@ class Evaluator:
       return model.initial_carry(batch_size)
 
     def read(params, carry, chunk, cut):
-      def of_device(params, carry, batch, *_, **__):
+      def of_device(
+        params,
+        carry,
+        batch,
+        *_,
+        **__,
+      ):
         measured = () if cut else terms  # they measure the whole memory
         scores, carry = chunk_scores(model, params, carry, batch, metrics=metrics, terms=measured)
         return (), carry, scores
@@ -167,7 +173,13 @@ class Evaluator:
         carry = {**carry, 'model': model_carry}
       size = chunk.inputs.shape[1]
       _, carry, scores = shard_map_step(
-        of_device, model, params, carry, chunk, chunk_size=size, learns=None
+        of_device,
+        model,
+        params,
+        carry,
+        chunk,
+        chunk_size=size,
+        learns=None,
       )
       return carry, scores
 
@@ -177,7 +189,10 @@ class Evaluator:
     self._initial_carry = partitioner.jit(initial_carry, out_shardings=shardings)
     self._gather = partitioner.jit(lambda params: gather_params(model, params))
     self._read = partitioner.jit(
-      read, donate_argnums=1, static_argnums=3, out_shardings=(shardings, None)
+      read,
+      donate_argnums=1,
+      static_argnums=3,
+      out_shardings=(shardings, None),
     )
 
   def open(self) -> None:

@@ -171,7 +171,10 @@ class RunState:
 
 
 def first_state(
-  setup: Setup, feed: TaskFeed, weights: InitialWeights | None, say: Callable[[str], None]
+  setup: Setup,
+  feed: TaskFeed,
+  weights: InitialWeights | None,
+  say: Callable[[str], None],
 ) -> tuple[TrainState, bool | None]:
   """The state of a new run, and whether all of its weights were loaded (None: none were)."""
   state = setup.initial_state()

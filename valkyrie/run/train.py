@@ -174,7 +174,11 @@ def train(
     budget = refused_steps(skipped, lambda step: run.reading.describe(step - 1))
     directory.make_room()
     evaluate.record_data(
-      model_dir, 'eval', may_differ=True, patience=checkpoints.patience, say=progress.say
+      model_dir,
+      'eval',
+      may_differ=True,
+      patience=checkpoints.patience,
+      say=progress.say,
     )
     memory_lines = memory.lines(' with the state')
     progress.say(*memory_lines, run.reading.plan(train_steps))

@@ -44,7 +44,11 @@ def split_dimension(part: Array, shape: Sequence[int]) -> int | None:
 
 
 def gather(
-  part: Array, over: Sequence[str], dimension: int, cast: DType, sent: DType | None = None
+  part: Array,
+  over: Sequence[str],
+  dimension: int,
+  cast: DType,
+  sent: DType | None = None,
 ) -> Array:
   """The parts that devices along these mesh axes hold, cast and joined along a dimension.
 
@@ -54,11 +58,26 @@ def gather(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gather(part, over, dimension, own, cast, sent):
+def _gather(
+  part,
+  over,
+  dimension,
+  own,
+  cast,
+  sent,
+):
   return messages.all_gather(part.astype(cast), over, dimension)
 
 
-def _gather_backward(over, dimension, own, cast, sent, residuals, gradient):
+def _gather_backward(
+  over,
+  dimension,
+  own,
+  cast,
+  sent,
+  residuals,
+  gradient,
+):
   wide = jnp.promote_types(gradient.dtype, jnp.float32)
   gradient = gradient.astype(sent or wide)
   gradient_of_part = messages.reduce_scatter(gradient, over, dimension)

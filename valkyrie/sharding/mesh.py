@@ -25,7 +25,9 @@ def platform() -> str:
 
 
 def make_mesh(
-  axes: Sequence[tuple[str, int]], slices: int = 1, chosen: Sequence[int] | None = None
+  axes: Sequence[tuple[str, int]],
+  slices: int = 1,
+  chosen: Sequence[int] | None = None,
 ) -> Mesh:
   """The mesh of these axes over all devices, or over the first one if every axis has size 1.
 

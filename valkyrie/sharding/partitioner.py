@@ -241,7 +241,11 @@ class Partitioner:
     return math.prod(sizes)
 
   def check_batch(
-    self, batch_size: int, *chunk_sizes: int, owner: str = '', feed: str = ''
+    self,
+    batch_size: int,
+    *chunk_sizes: int,
+    owner: str = '',
+    feed: str = '',
   ) -> None:
     """Raises a ConfigurationError if rows or chunks do not divide over the devices.
 
@@ -311,7 +315,11 @@ class Partitioner:
     without_partitioner = ambient.within(partitioner=None)
     body = without_partitioner(fn)
     return jax.shard_map(
-      body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      body,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      check_vma=False,
     )
 
 

@@ -115,7 +115,9 @@ def split_product(
   pairs = zip(split, gathered, strict=True)
   weight_spec = _spec([split_axes + row_axes for split_axes, row_axes in pairs])
   split_over_devices = partitioner.shard_map(
-    product_of_device, in_specs=(x_specs, weight_spec), out_specs=result_specs
+    product_of_device,
+    in_specs=(x_specs, weight_spec),
+    out_specs=result_specs,
   )
   results = split_over_devices(x, weights)
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, 'product'), results)

@@ -83,7 +83,9 @@ class Bucket:
     return objects
 
   def browse(
-    self, below: str = '', delimiter: str | None = '/'
+    self,
+    below: str = '',
+    delimiter: str | None = '/',
   ) -> tuple[dict[str, Object], list[str]]:
     """The objects whose names begin with `below`, as far as the next delimiter, and the folders."""
     objects: dict[str, Object] = {}
@@ -207,7 +209,14 @@ class Bucket:
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix='bucket') as threads:
       list(threads.map(act, names))  # raises their errors
 
-  def _call(self, method: str, name: str, action: str = '', *more: str, **options: Any) -> Any:
+  def _call(
+    self,
+    method: str,
+    name: str,
+    action: str = '',
+    *more: str,
+    **options: Any,
+  ) -> Any:
     """Sends a request about an object; `more` fills the places in `action`."""
     names = self._bucket, self._prefix + name, *more
     return self._client.call(method, 'b/{}/o/{}' + action, *names, **options)

@@ -26,7 +26,10 @@ def is_below(name: Any) -> bool:
 
 
 def checked(
-  name: Any, named_by: Any, advice: str, error: type[ValkyrieError] = StorageError
+  name: Any,
+  named_by: Any,
+  advice: str,
+  error: type[ValkyrieError] = StorageError,
 ) -> str:
   """The name, if it `is_below` the folder to which the caller joins it; otherwise raises `error`.
 

@@ -21,7 +21,9 @@ def write(path: pathlib.Path, content: bytes | str, otherwise: str = '') -> None
 
 
 def write_version(
-  path: pathlib.Path, content: bytes, otherwise: str = 'pass another --model_dir'
+  path: pathlib.Path,
+  content: bytes,
+  otherwise: str = 'pass another --model_dir',
 ) -> None:
   """As `write`; an earlier file with another content stays as NAME.1, NAME.2, ...
 

@@ -199,7 +199,11 @@ class _Trial:
     return params, gradients
 
   def _moved(
-    self, make: Callable[[Array], Transformation], params: Any, gradients: Any, rates: Array
+    self,
+    make: Callable[[Array], Transformation],
+    params: Any,
+    gradients: Any,
+    rates: Array,
   ) -> dict[str, Array]:
     """The sum of some steps by name, as stacks; the leaves of `gradients` have a row for each."""
 

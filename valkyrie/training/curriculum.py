@@ -63,7 +63,10 @@ class Phase:
     """The steps with the longer gradient."""
     longer = self.long_backprop_chunks or self.backprop_chunks
     return dataclasses.replace(
-      self, backprop_chunks=longer, long_every=None, long_backprop_chunks=None
+      self,
+      backprop_chunks=longer,
+      long_every=None,
+      long_backprop_chunks=None,
     )
 
   @property

@@ -233,7 +233,11 @@ def _at_least_one(weight: Array) -> Array:
 
 
 def _reduce_scatter(
-  gradient: Array, shard: PartitionSpec, scattered: bool, *, over: Sequence[str]
+  gradient: Array,
+  shard: PartitionSpec,
+  scattered: bool,
+  *,
+  over: Sequence[str],
 ) -> Array:
   """The sum over all devices; each keeps its shard of the parameter."""
   for dimension, axes in enumerate(shard):

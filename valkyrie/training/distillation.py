@@ -34,7 +34,12 @@ class Weights(Protocol):
   """Weights from elsewhere: `weights.initial.InitialWeights`."""
 
   def load(
-    self, model: Model, make: Callable, params: Params, vocabulary: str, say: Callable
+    self,
+    model: Model,
+    make: Callable,
+    params: Params,
+    vocabulary: str,
+    say: Callable,
   ) -> tuple[Params, bool]: ...
 
 

@@ -17,7 +17,10 @@ class OnePass(Protocol):
   """Reads the tokens of a step once, over all devices."""
 
   def __call__(
-    self, terms: Terms, arrays: Mapping[str, Mapping[str, Array]], learns: Learns
+    self,
+    terms: Terms,
+    arrays: Mapping[str, Mapping[str, Array]],
+    learns: Learns,
   ) -> tuple[Params, Carry, Sums]:
     """Returns (the gradient of what learns, float32, the carry after the step, the sums).
 

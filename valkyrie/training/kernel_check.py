@@ -51,7 +51,9 @@ def asked_lengths(setup: Setup) -> set[tuple[str, int]]:
 
 
 def agreeing_lengths(
-  setup: Setup, say: Callable[[str], None], bound: float = 2**-6
+  setup: Setup,
+  say: Callable[[str], None],
+  bound: float = 2**-6,
 ) -> set[tuple[str, int]]:
   """The classes of mixers, and tokens of pieces, whose kernels agree, for `Setup.with_kernels`.
 

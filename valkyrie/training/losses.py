@@ -162,7 +162,13 @@ def weighted_loss(
       [V, D] float32, is then held from the forward pass to the backward pass.
   """
 
-  def compute(hidden, unembedding, targets, weights, total):
+  def compute(
+    hidden,
+    unembedding,
+    targets,
+    weights,
+    total,
+  ):
     scores = token_scores(Features(hidden, unembedding), targets, vocabulary_size)
     loss = jnp.sum(weights * scores.loss)
     squared_logs = jnp.square(scores.log_normalizer)
@@ -178,7 +184,13 @@ def weighted_loss(
   if size >= time or not in_one_pass:
     return compute(*arguments)
 
-  def with_gradient(hidden, unembedding, targets, weights, total):
+  def with_gradient(
+    hidden,
+    unembedding,
+    targets,
+    weights,
+    total,
+  ):
     def slice_with_gradient(so_far, inputs):
       hidden, targets, weights = inputs
 

@@ -208,7 +208,10 @@ class Optimizer:
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
   def _steps(
-    self, params: Params, kinds: Any, learning_rate: Array
+    self,
+    params: Params,
+    kinds: Any,
+    learning_rate: Array,
   ) -> optax.GradientTransformation:
     """Clipping, then each group's algorithm; a group without parameters has no state."""
     algorithms: dict[str, optax.GradientTransformation] = {}
@@ -234,7 +237,11 @@ class Optimizer:
     return optax.chain(clip, step)
 
   def _of_leaf(
-    self, path: str, leaf: Any, kind: Any, learning_rate: Array
+    self,
+    path: str,
+    leaf: Any,
+    kind: Any,
+    learning_rate: Array,
   ) -> tuple[str, optax.GradientTransformation]:
     """The name of a parameter's group, and its algorithm at a learning rate."""
     number, group = self._group(path)
@@ -276,7 +283,12 @@ class Optimizer:
 
 
 def schedule_of(
-  shape: str | optax.Schedule, *, warmup_steps: int, train_steps: int, final: float, cooldown: float
+  shape: str | optax.Schedule,
+  *,
+  warmup_steps: int,
+  train_steps: int,
+  final: float,
+  cooldown: float,
 ) -> optax.Schedule:
   """The share of the peak at a step, counted from 0.
 

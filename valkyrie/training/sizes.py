@@ -132,11 +132,16 @@ S5.output_init = {output_init!r}
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the file; returns the exit code."""
   parser = argparse.ArgumentParser(
-    'valkyrie-sizes', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    'valkyrie-sizes',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument('parameters', type=float, help='such as 50e6')
   parser.add_argument(
-    '--vocabulary_size', type=int, default=50257, help="default: %(default)s, GPT-2's"
+    '--vocabulary_size',
+    type=int,
+    default=50257,
+    help="default: %(default)s, GPT-2's",
   )
   flags = parser.parse_args(arguments)
   is_of_size = 2e6 <= flags.parameters <= 1e12

@@ -171,7 +171,11 @@ def _add(sums: Params, more: Params) -> Params:
 
 
 def _add_saved(
-  read: Callable, params: Params, carry: Carry, chunks: Any, gradient: Params
+  read: Callable,
+  params: Params,
+  carry: Carry,
+  chunks: Any,
+  gradient: Params,
 ) -> tuple[Params, Carry, Sums]:
   """Adds a group's gradient to `gradient`; saves the activations of every chunk."""
 

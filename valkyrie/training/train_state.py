@@ -62,7 +62,10 @@ def initial_state(
 
 
 def state_axes(
-  model: Model, optimizer: Optimizer, partitioner: Partitioner, shapes: TrainState
+  model: Model,
+  optimizer: Optimizer,
+  partitioner: Partitioner,
+  shapes: TrainState,
 ) -> TrainState:
   """The logical axes of every leaf of a train state."""
   params = model.parameter_axes(partitioner.parameter_axes)

@@ -111,7 +111,11 @@ class Update(NamedTuple):
 
 
 def make_train_step(
-  model: Model, optimizer: Optimizer, curriculum: Curriculum, phase: Phase, **settings: Any
+  model: Model,
+  optimizer: Optimizer,
+  curriculum: Curriculum,
+  phase: Phase,
+  **settings: Any,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
   """The step of one phase: (state, batch [B, N·C]) -> (state, metrics); see `StepParts`."""
   if not phase.insert:

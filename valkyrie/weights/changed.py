@@ -77,7 +77,11 @@ def _has_effect(name: str) -> bool:
 
 
 def record_changes(
-  model_dir: str | os.PathLike, stream: str, changed: Sequence[str], *, is_named: bool
+  model_dir: str | os.PathLike,
+  stream: str,
+  changed: Sequence[str],
+  *,
+  is_named: bool,
 ) -> None:
   """Writes the changed bindings to model_dir/STREAM/changed.json.
 

@@ -123,7 +123,10 @@ def _check_known(file: pathlib.Path, fields: Mapping[str, Any], kinds: Fields) -
 
 
 def check_needed(
-  file: pathlib.Path, fields: Mapping[str, Any], names: Sequence[str], a_model: str
+  file: pathlib.Path,
+  fields: Mapping[str, Any],
+  names: Sequence[str],
+  a_model: str,
 ) -> None:
   """Raises a ConfigurationError if fields are missing, which `a_model` has ('a Llama')."""
   missing = [name for name in names if name not in fields]

@@ -17,7 +17,10 @@ from valkyrie.weights.tensor_files import Tensor
 
 
 def with_first_carry(
-  model: Model, make: Callable[..., LanguageModel], params: Params, source: str
+  model: Model,
+  make: Callable[..., LanguageModel],
+  params: Params,
+  source: str,
 ) -> Params:
   """The parameters of a run, with the first carry of a source for a model that has one.
 

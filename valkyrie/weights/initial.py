@@ -208,7 +208,9 @@ class InitialWeights:
         )
 
   def _with_transposed(
-    self, tensors: Mapping[str, Tensor], leaves: Sequence[Leaf]
+    self,
+    tensors: Mapping[str, Tensor],
+    leaves: Sequence[Leaf],
   ) -> dict[str, Tensor]:
     """The tensors, with `NAME.T` in the place of NAME where rules ask for it."""
     choices: set[str] = set()
@@ -259,7 +261,11 @@ class InitialWeights:
       )
 
   def _report(
-    self, source: Source, primed: Primed, chosen: Mapping[str, str], vocabulary: str
+    self,
+    source: Source,
+    primed: Primed,
+    chosen: Mapping[str, str],
+    vocabulary: str,
   ) -> list[str]:
     """Lines about the tensors that were taken and those that were not."""
     taken = [name for name in primed.taken if chosen[name] == name]

@@ -50,7 +50,9 @@ def open_base(path: Any) -> Base:
 
 
 def check_base(
-  base: Base, make: Callable[..., LanguageModel], tensors: Mapping[str, Tensor]
+  base: Base,
+  make: Callable[..., LanguageModel],
+  tensors: Mapping[str, Tensor],
 ) -> None:
   """Raises a ConfigurationError unless a model is the base and adapters; reads each tensor once."""
   plan = huggingface.plan(base.config)

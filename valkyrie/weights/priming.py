@@ -170,7 +170,9 @@ def _check_heads(
 
 
 def _projections(
-  layer: str, delta: GatedDeltaNet, tensors: Mapping[str, Tensor]
+  layer: str,
+  delta: GatedDeltaNet,
+  tensors: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
   """The projections of a delta layer."""
   projections = {name: tensors[f'{layer}attention.{name}'] for name in _PROJECTIONS}

@@ -54,7 +54,10 @@ def restored_params(
 
 
 def stored_params(
-  model: Model, model_dir: str | os.PathLike, vocabulary: Vocabulary, step: str = LATEST
+  model: Model,
+  model_dir: str | os.PathLike,
+  vocabulary: Vocabulary,
+  step: str = LATEST,
 ) -> tuple[Params, tuple[int, ...]]:
   """As `restored_params`, but as `StoredArray`s: of all, as much as the largest is in memory."""
   target = _shapes(model)

@@ -49,7 +49,9 @@ def write_folder(folder: pathlib.Path, tensors: Mapping[str, Tensor], stem: str 
 
 
 def write_file(
-  path: pathlib.Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+  path: pathlib.Path,
+  tensors: Mapping[str, Tensor],
+  metadata: Mapping[str, str],
 ) -> None:
   """Writes a new file with each tensor in its `dtype`; raises an OSError as `write_folder` does."""
   header, places = _header(tensors, metadata)

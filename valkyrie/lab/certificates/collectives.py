@@ -138,7 +138,10 @@ def mesh_axes(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
 
 
 def by_mesh_axes(
-  collectives: Sequence[Collective], mesh: Mesh, network: Torus, link_bytes_per_second: float
+  collectives: Sequence[Collective],
+  mesh: Mesh,
+  network: Torus,
+  link_bytes_per_second: float,
 ) -> dict[str, float]:
   """Seconds per step by the mesh axes crossed, e.g. {'x+y': 0.1}."""
   sums: dict[str, float] = defaultdict(float)

@@ -109,7 +109,10 @@ def _is_kernel(instruction: hlo.Instruction) -> bool:
 
 
 def _splash_work(
-  instruction: hlo.Instruction, logits: str, block: str, kind: str
+  instruction: hlo.Instruction,
+  logits: str,
+  block: str,
+  kind: str,
 ) -> tuple[int, int]:
   """The operations of a kernel, and the bytes that it reads more than once.
 

@@ -125,7 +125,11 @@ class Comparison:
     write(self._flags.results, self._budgets, self.outcomes, self._flags.context)
 
   def _try(
-    self, candidate: Candidate, budget: str, choice: Mapping[str, str], seed: int
+    self,
+    candidate: Candidate,
+    budget: str,
+    choice: Mapping[str, str],
+    seed: int,
   ) -> Run | None:
     """Runs a trial for the budget, and a second one if it took another amount than planned."""
     amount = self._budgets[budget]
@@ -173,7 +177,11 @@ class Comparison:
     return max(1, round(steps))
 
   def _trained(
-    self, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
+    self,
+    candidate: Candidate,
+    title: str,
+    steps: int,
+    macros: Mapping[str, Any],
   ) -> Run | None:
     """What a trial has recorded; it is trained unless it is done. None if it diverged."""
     trial = make_trial(self._flags, candidate, title, steps, macros)

@@ -131,7 +131,11 @@ def write(
 
 
 def findings(
-  budget: str, amount: float, outcomes: Sequence[Outcome], tried: Sequence[Outcome], context: int
+  budget: str,
+  amount: float,
+  outcomes: Sequence[Outcome],
+  tried: Sequence[Outcome],
+  context: int,
 ) -> list[Block]:
   """The findings of a budget.
 
@@ -193,7 +197,9 @@ def _note(outcomes: Sequence[Outcome], unit: str, context: int) -> str:
 
 
 def _at_best_values(
-  outcomes: Sequence[Outcome], tried: Sequence[Outcome], context: int
+  outcomes: Sequence[Outcome],
+  tried: Sequence[Outcome],
+  context: int,
 ) -> dict[str, list[Outcome]]:
   """The outcomes of each candidate with its best values: one for each seed."""
   chosen: dict[str, list[Outcome]] = {}

@@ -65,7 +65,11 @@ def peer(text: str) -> Candidate:
 
 
 def make_trial(
-  flags: argparse.Namespace, candidate: Candidate, title: str, steps: int, macros: Mapping[str, Any]
+  flags: argparse.Namespace,
+  candidate: Candidate,
+  title: str,
+  steps: int,
+  macros: Mapping[str, Any],
 ) -> Trial:
   """The trial in RESULTS/CANDIDATE/TITLE; raises a ConfigurationError as `load_gin` does.
 

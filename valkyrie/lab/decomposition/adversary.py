@@ -79,7 +79,13 @@ class Adversary(Stochastic):
         'scope, or Adversary.sets = 1.'
       )
 
-  def start(self, sites: Mapping[str, Site], rows: int, tokens: int, seed: int) -> Attack:
+  def start(
+    self,
+    sites: Mapping[str, Site],
+    rows: int,
+    tokens: int,
+    seed: int,
+  ) -> Attack:
     """Uniform sources [R, S, L, C + 1], for the rows and the tokens of a row that do not share."""
     if self.sets > rows:
       raise ConfigurationError(
@@ -173,7 +179,10 @@ class Adversary(Stochastic):
     return Attack(sources, mean, square, count)
 
   def ascended(
-    self, attack: Attack, step: Array, gradient_of: Callable[[Sources], Sources]
+    self,
+    attack: Attack,
+    step: Array,
+    gradient_of: Callable[[Sources], Sources],
   ) -> Attack:
     """The attack after the ascents that precede a step."""
 

@@ -46,13 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help='more fields of each request, as a JSON object (default: %(default)s)',
   )
   parser.add_argument(
-    '--at_once', type=int, default=4, help='requests under way (default: %(default)s)'
+    '--at_once',
+    type=int,
+    default=4,
+    help='requests under way (default: %(default)s)',
   )
   parser.add_argument(
-    '--timeout', type=float, default=120, help='seconds of an attempt (default: %(default)s)'
+    '--timeout',
+    type=float,
+    default=120,
+    help='seconds of an attempt (default: %(default)s)',
   )
   parser.add_argument(
-    '--attempts', type=int, default=5, help='attempts of a request (default: %(default)s)'
+    '--attempts',
+    type=int,
+    default=5,
+    help='attempts of a request (default: %(default)s)',
   )
   flags = parser.parse_args(arguments)
   code = console.printed(lambda: _plan(flags))

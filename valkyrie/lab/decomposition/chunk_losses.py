@@ -104,7 +104,9 @@ class ChunkReading:
     return self._mean([self._read(*each) for each in passes])
 
   def reconstructions(
-    self, losses: Sequence[Stochastic], side_by_side: bool
+    self,
+    losses: Sequence[Stochastic],
+    side_by_side: bool,
   ) -> list[tuple[Array, list[Carry]]]:
     """`reconstruction` of each loss; `side_by_side`, see `objective.Decomposition`."""
     if not side_by_side:

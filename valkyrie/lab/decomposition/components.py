@@ -118,7 +118,10 @@ def components(
 
 
 def _patterns(
-  model: Model, evaluation: Evaluator, scores: ComponentScores, params: Params
+  model: Model,
+  evaluation: Evaluator,
+  scores: ComponentScores,
+  params: Params,
 ) -> Callable[[np.ndarray], own_text.Patterns]:
   """A function that finds the attention patterns of a text."""
   if not model.about.carried:  # such a model reads no text of several chunks

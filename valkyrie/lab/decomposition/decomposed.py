@@ -91,7 +91,11 @@ class Decomposed:
   """
 
   def __init__(
-    self, run: LoadedModel, params: Params, scores: ComponentScores, configuration: Configuration
+    self,
+    run: LoadedModel,
+    params: Params,
+    scores: ComponentScores,
+    configuration: Configuration,
   ):
     """Takes a run, its parameters with those of the importance functions, and its evaluation."""
     self.run = run
@@ -190,7 +194,10 @@ class Decomposed:
     return Comparison(log_probs, masked_log_probs, kl, hidden_errors, pattern_errors)
 
   def patterns(
-    self, text: Text, masks: Masking = masking.IMPORTANT, queries: int = 128
+    self,
+    text: Text,
+    masks: Masking = masking.IMPORTANT,
+    queries: int = 128,
   ) -> dict[str, LayerPatterns]:
     """{name of a layer: its attention patterns}, of the last tokens of a text, see `of_text`."""
     (tokens,) = self.run.text_rows.tokens([text], None)
@@ -279,7 +286,13 @@ class Decomposed:
 
   # Traced.
 
-  def _read_chunk(self, params, carries, tokens, lengths):
+  def _read_chunk(
+    self,
+    params,
+    carries,
+    tokens,
+    lengths,
+  ):
     features, g, carries = self._passes.clean(params, carries, tokens, lengths)
     inputs = features.sites or {}
     inner = {}
@@ -290,12 +303,28 @@ class Decomposed:
       inner[path] = jnp.einsum('lbtd,ldc->lbtc', x, v.astype(x.dtype)) * sizes[:, None, None]
     return (g, inner), carries
 
-  def _masked_logits(self, params, carries, tokens, lengths, of_sites, masks):
+  def _masked_logits(
+    self,
+    params,
+    carries,
+    tokens,
+    lengths,
+    of_sites,
+    masks,
+  ):
     _, masked, after = self._passes.masked(params, carries, tokens, lengths, of_sites, masks)
     size = self.run.model.about.vocabulary_size
     return logits(masked, size)[..., :size], after
 
-  def _compare_chunk(self, params, carries, tokens, lengths, of_sites, masks):
+  def _compare_chunk(
+    self,
+    params,
+    carries,
+    tokens,
+    lengths,
+    of_sites,
+    masks,
+  ):
     kinds = (*ACTIVATIONS, self._asked)
     features, masked, after = self._passes.masked(
       params, carries, tokens, lengths, of_sites, masks, kinds

@@ -36,7 +36,13 @@ def tokens(place: Place, time: int) -> tuple[Array, Place]:
   return numbers, place._replace(read=place.read + devices * time)
 
 
-def uniform(seed: int | Array, use: int | Array, row: Array, number: Array, size: int) -> Array:
+def uniform(
+  seed: int | Array,
+  use: int | Array,
+  row: Array,
+  number: Array,
+  size: int,
+) -> Array:
   """Uniform numbers in [0, 1), float32 [B, T, size], of tokens with these numbers in their rows."""
   key_of_use = jax.random.fold_in(jax.random.key(seed), use)
 

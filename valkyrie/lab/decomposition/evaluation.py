@@ -57,7 +57,10 @@ class Memory(NamedTuple):
 
 
 def with_memory(
-  model: Model, name: str, functions: Importance, passes: Callable[[Carry], Sequence[Any]]
+  model: Model,
+  name: str,
+  functions: Importance,
+  passes: Callable[[Carry], Sequence[Any]],
 ) -> Model:
   """Adds the importance functions, and the carries of the masked passes, made of a fresh carry."""
 
@@ -121,7 +124,12 @@ class ComponentScores(Term):
     return with_memory(model, self.name, self.importance(), lambda carry: [carry] * count)
 
   def importances(
-    self, model: Model, params: Params, features: Features, carry: Carry, batch: Batch
+    self,
+    model: Model,
+    params: Params,
+    features: Features,
+    carry: Carry,
+    batch: Batch,
   ) -> tuple[dict[str, Array], Carry]:
     """({path: g [L, B, T, C]}, the lower importances of a chunk, and the carry after it)."""
     sites = sites_of(model.parameters())
@@ -176,7 +184,9 @@ class ComponentScores(Term):
     return Part(jnp.zeros(()), sums, Memory(place, importance_carry, passes))
 
   def _under_maskings(
-    self, read: '_Read', carries: Sequence[Carry]
+    self,
+    read: '_Read',
+    carries: Sequence[Carry],
   ) -> tuple[dict[str, Array], list[Carry]]:
     """({kind of sum: its value by masking}, the carries after the chunk).
 
@@ -314,7 +324,10 @@ class _Read(NamedTuple):
     return self.scores(features), after
 
   def compared(
-    self, given: Mapping[str, Masks], carry: Carry, asked: Patterns
+    self,
+    given: Mapping[str, Masks],
+    carry: Carry,
+    asked: Patterns,
   ) -> tuple[dict[str, Array], Carry]:
     """As `under`, with the errors of hidden activations and of attention patterns."""
     features, after = masked(self.chunk, given, carry, (STREAM, asked))
@@ -341,7 +354,13 @@ class _Read(NamedTuple):
     }
 
 
-def _site_masks(number: Array, threshold: float, low: Array, r: Array, stochastic: Masks) -> Masks:
+def _site_masks(
+  number: Array,
+  threshold: float,
+  low: Array,
+  r: Array,
+  stochastic: Masks,
+) -> Masks:
   """The masks of a site in MASKINGS[number], from sources r [L, B, T, C + 1]."""
   drawn = r[..., :-1]
 

@@ -113,7 +113,10 @@ def _count(reader: SplitReader) -> _Counts:
 
 
 def _collect(
-  reader: SplitReader, numbers: Mapping[str, np.ndarray], windows: int, held_out: int
+  reader: SplitReader,
+  numbers: Mapping[str, np.ndarray],
+  windows: int,
+  held_out: int,
 ) -> dict[tuple[str, int], list['_Kept']]:
   """The second pass over the split: what is kept of the components `numbers` [L, M] by path."""
 
@@ -236,7 +239,10 @@ def _add_counts(kept: Sequence[_Kept], batch: Batch, active: np.ndarray, eos: in
 
 
 def _add_windows(
-  kept: Sequence[_Kept], chunk: SplitChunk, g: np.ndarray, random: np.random.Generator
+  kept: Sequence[_Kept],
+  chunk: SplitChunk,
+  g: np.ndarray,
+  random: np.random.Generator,
 ) -> None:
   """Adds the windows of a chunk with large importances g [B, T, M] of these M components.
 

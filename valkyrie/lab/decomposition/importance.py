@@ -74,7 +74,12 @@ class Importance(Protocol):
     ...
 
   def __call__(
-    self, params: Params, sites: Sites, inputs: Mapping[str, Array], carry: Carry, batch: Batch
+    self,
+    params: Params,
+    sites: Sites,
+    inputs: Mapping[str, Array],
+    carry: Carry,
+    batch: Batch,
   ) -> tuple[dict[str, Array], Carry]:
     """({path: z [L, B, T, C]}, the carry after), from the inputs [L, B, T, d_in] of each site."""
     ...
@@ -129,7 +134,14 @@ class _Nets:
   def initial_carry(self, rows, dtype):
     return ()
 
-  def __call__(self, params, sites, inputs, carry, batch):
+  def __call__(
+    self,
+    params,
+    sites,
+    inputs,
+    carry,
+    batch,
+  ):
     return self.logits(params, sites, inputs), carry
 
   def logits(self, params: Params, sites: Sites, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -139,7 +151,13 @@ class _Nets:
       z[path] = self._site_logits(params, path, site, inputs[path])
     return z
 
-  def _site_logits(self, params: Params, path: str, site: Site, x: Array) -> Array:
+  def _site_logits(
+    self,
+    params: Params,
+    path: str,
+    site: Site,
+    x: Array,
+  ) -> Array:
     net = {name: params[NETS][f'{path}/{name}'] for name in ('w1', 'b1', 'w2', 'b2')}
     shape = site.layers, site.d_in, site.components
 
@@ -208,7 +226,13 @@ class _Stack(hk.Module):
   S is the sum of layers times components over the sites.
   """
 
-  def __init__(self, width: int, pattern: Sequence[Callable[..., Block]], logits: int, name: str):
+  def __init__(
+    self,
+    width: int,
+    pattern: Sequence[Callable[..., Block]],
+    logits: int,
+    name: str,
+  ):
     super().__init__(name)
     self._width = width
     self._logits = logits
@@ -269,7 +293,13 @@ class Blocks:
     logits = sum(counts)
     return _Stack(self.width, self.pattern, logits, name)
 
-  def _read(self, sites: Sites, x: Array, carry: Carry, batch: Batch) -> tuple[Array, Carry]:
+  def _read(
+    self,
+    sites: Sites,
+    x: Array,
+    carry: Carry,
+    batch: Batch,
+  ) -> tuple[Array, Carry]:
     """(Logits [B, T, S], the carry after) of x [B, T, D]; with groups in front, if several."""
 
     name = NAME if self.groups == 1 else 'group'
@@ -309,7 +339,14 @@ class Blocks:
       return carry
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.groups, *leaf.shape)), carry)
 
-  def __call__(self, params, sites, inputs, carry, batch):
+  def __call__(
+    self,
+    params,
+    sites,
+    inputs,
+    carry,
+    batch,
+  ):
     def joined(inputs):
       inputs_of_sites = [_flat(inputs[path]) for path in sites]
       return jnp.concatenate(inputs_of_sites, axis=-1)

@@ -70,7 +70,10 @@ class Labels(NamedTuple):
 
 
 def write(
-  folder: pathlib.Path, sites: Sequence[ShownSite], decode: Decode, threshold: float
+  folder: pathlib.Path,
+  sites: Sequence[ShownSite],
+  decode: Decode,
+  threshold: float,
 ) -> int:
   """Writes the components and prompts of a harvest; returns their number.
 

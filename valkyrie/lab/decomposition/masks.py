@@ -71,7 +71,11 @@ class Stochastic:
     return [all_sites[begin:end] for begin, end in itertools.pairwise(ends)]
 
   def routes(
-    self, live: Sequence[tuple[str, int]], sites: Mapping[str, Site], use: int, tokens: Tokens
+    self,
+    live: Sequence[tuple[str, int]],
+    sites: Mapping[str, Site],
+    use: int,
+    tokens: Tokens,
   ) -> dict[str, Array]:
     """{path: bool [L, B, T]}, whether a token uses the masks of a site."""
     shape = tokens.number.shape
@@ -89,7 +93,11 @@ class Stochastic:
     return routes
 
   def sources(
-    self, paths: Sequence[str], sites: Mapping[str, Site], use: int | Array, tokens: Tokens
+    self,
+    paths: Sequence[str],
+    sites: Mapping[str, Site],
+    use: int | Array,
+    tokens: Tokens,
   ) -> dict[str, Array]:
     """{path: r [L, B, T, C + 1]}; the last source is the delta's."""
     shapes = {}
@@ -180,10 +188,18 @@ def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
 
 
 def masked(
-  chunk: Chunk, given: Mapping[str, Masks], carry: Carry, activations: Sequence[Kind] = ()
+  chunk: Chunk,
+  given: Mapping[str, Masks],
+  carry: Carry,
+  activations: Sequence[Kind] = (),
 ) -> tuple[Features, Carry]:
   """Reads a chunk with masks, from a carry of the model: (its features, the carry after it)."""
   before = {'model': carry['model']}
   return chunk.model.read(
-    chunk.params, before, chunk.batch, chunk.rng, masks=given, activations=activations
+    chunk.params,
+    before,
+    chunk.batch,
+    chunk.rng,
+    masks=given,
+    activations=activations,
   )

@@ -24,7 +24,11 @@ class LayerPatterns(NamedTuple):
 
 
 def of_text(
-  passes: Passes, params: Params, tokens: np.ndarray, masks: Masking, queries: int
+  passes: Passes,
+  params: Params,
+  tokens: np.ndarray,
+  masks: Masking,
+  queries: int,
 ) -> dict[str, LayerPatterns]:
   """{name of a layer of attention: its patterns}, from the first layer to the last.
 

@@ -48,7 +48,12 @@ def _lines(parts: Decomposed, text: str, flags: argparse.Namespace) -> Iterator[
   """The lines of the answer."""
   (tokens,) = parts.run.text_rows.tokens([text], None)
   found = parts.writers(
-    text, flags.site, flags.component, flags.token, distance=flags.distance, count=flags.count
+    text,
+    flags.site,
+    flags.component,
+    flags.token,
+    distance=flags.distance,
+    count=flags.count,
   )
   last = len(tokens) - 1 if flags.token is None else flags.token
   where = _around(parts, tokens, last)

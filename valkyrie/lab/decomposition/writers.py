@@ -126,11 +126,24 @@ class Tracer:
         found[name] = of_layer[0, :length]
     return found
 
-  def _advance(self, params: Params, carry: TextCarry, tokens: Array, lengths: Array) -> TextCarry:
+  def _advance(
+    self,
+    params: Params,
+    carry: TextCarry,
+    tokens: Array,
+    lengths: Array,
+  ) -> TextCarry:
     _, after = self._reader.apply(params, carry, tokens, lengths)
     return after
 
-  def _pulled_back(self, params, carry, chunk, gradients, place):
+  def _pulled_back(
+    self,
+    params,
+    carry,
+    chunk,
+    gradients,
+    place,
+  ):
     """(The activation, the gradient of the carry before, effects [L, 1, T, C] by path)."""
     tokens, lengths = chunk
     path, layer, component = place

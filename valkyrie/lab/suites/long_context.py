@@ -137,7 +137,10 @@ def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_C
 
 
 def _cells(
-  name: str, lengths: Sequence[int], depths: Sequence[float], cuts: Sequence[str]
+  name: str,
+  lengths: Sequence[int],
+  depths: Sequence[float],
+  cuts: Sequence[str],
 ) -> Iterator[_Cell]:
   """All measurements of a suite, each first with the whole carry."""
   places = (None,)
@@ -186,7 +189,12 @@ def _sentences(text: str | None) -> list[str]:
 
 
 def _score(
-  run: LoadedModel, cell: _Cell, samples: int, seed: int, sentences: Sequence[str], batch_size: int
+  run: LoadedModel,
+  cell: _Cell,
+  samples: int,
+  seed: int,
+  sentences: Sequence[str],
+  batch_size: int,
 ) -> float:
   """The mean score of all questions; raises a TooShortError if no problem is so short."""
   name, length, depth, cut = cell

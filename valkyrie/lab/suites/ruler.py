@@ -155,7 +155,10 @@ def variable_tracking(order: Order) -> Problem:
 
 
 def _tracking(
-  random: np.random.Generator, letters: int, value: str, units: int
+  random: np.random.Generator,
+  letters: int,
+  value: str,
+  units: int,
 ) -> tuple[str, Question]:
   """(A text with a chain of variables in so many units of noise, the question about it)."""
   names: list[str] = []
@@ -196,7 +199,10 @@ def common_words(order: Order) -> Problem:
 
 
 def _word_list(
-  random: np.random.Generator, others: int, often: int, seldom: int
+  random: np.random.Generator,
+  others: int,
+  often: int,
+  seldom: int,
 ) -> tuple[str, Question]:
   """(Ten words `often` times and others `seldom` times, in random order; the question)."""
   words = problem.words(random, _COMMON + others)

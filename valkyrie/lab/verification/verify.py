@@ -131,7 +131,10 @@ def _layouts(
 
 
 def _findings(
-  setup: Setup, layouts: Mapping[str, Partitioner], model_dir: pathlib.Path, refused: dict[str, str]
+  setup: Setup,
+  layouts: Mapping[str, Partitioner],
+  model_dir: pathlib.Path,
+  refused: dict[str, str],
 ) -> Iterator[Finding]:
   precision_of_run = str(setup.model.about.compute_dtype)
   precisions = [precision_of_run, 'float32']
@@ -153,7 +156,10 @@ def _findings(
 
 
 def comparisons(
-  setup: Setup, layouts: Mapping[str, Partitioner], precision: str, refused: dict[str, str]
+  setup: Setup,
+  layouts: Mapping[str, Partitioner],
+  precision: str,
+  refused: dict[str, str],
 ) -> Generator[Finding, None, tuple[Numbers, Numbers] | None]:
   """All comparisons in one precision; returns the numbers of the run, and their spread.
 
@@ -182,7 +188,11 @@ def comparisons(
 
 
 def _largest(
-  check: str, precision: str, numbers: Numbers, expected: Numbers, spreads: tuple[Numbers, ...]
+  check: str,
+  precision: str,
+  numbers: Numbers,
+  expected: Numbers,
+  spreads: tuple[Numbers, ...],
 ) -> Finding:
   """The largest difference of all arrays, as a multiple of what rounding explains."""
   deviations = {}

@@ -136,7 +136,13 @@ class Computation:
 
     return make
 
-  def _moved(self, leaf: Array, salt: int, seed: Array, epsilon: Array) -> Array:
+  def _moved(
+    self,
+    leaf: Array,
+    salt: int,
+    seed: Array,
+    epsilon: Array,
+  ) -> Array:
     """A parameter away from its initial value, and changed by at most epsilon of itself."""
     dtype = jnp.promote_types(leaf.dtype, self._dtype)
     added = _uniform(leaf.shape, salt).astype(dtype)
@@ -145,7 +151,13 @@ class Computation:
     factor = 1 + epsilon.astype(dtype) * change
     return moved * factor
 
-  def _read(self, form: Form, model: Model, params: Params, batch: Batch) -> dict[str, Any]:
+  def _read(
+    self,
+    form: Form,
+    model: Model,
+    params: Params,
+    batch: Batch,
+  ) -> dict[str, Any]:
     """The loss, gradients and carry of a form, traced."""
     rows, time = form.batch.inputs.shape
     backprop_chunks = 1
@@ -165,7 +177,13 @@ class Computation:
     )
     carry = model.initial_carry(rows)
     gradient, carry, sums = shard_map_step(
-      gradients_on_device, model, params, carry, batch, chunk_size=form.chunk_size, learns=learns
+      gradients_on_device,
+      model,
+      params,
+      carry,
+      batch,
+      chunk_size=form.chunk_size,
+      learns=learns,
     )
     loss = sums.loss / jnp.maximum(sums.weight, 1)
     return {'loss': loss, 'gradient': _sketches(gradient), 'carry': _sketches(carry)}

@@ -244,7 +244,12 @@ class BidirectionalLongformer(WindowAttention):
     return projections + scores_and_sums
 
   def __call__(
-    self, x: Array, carry: tuple[()], *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: tuple[()],
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     axes = ('embed', 'heads')

@@ -65,7 +65,11 @@ class _Slice(NamedTuple):
 
 
 def attend(
-  form: Form, q: Array, queries: Marks, keys: Keys, dropout: Dropout | None
+  form: Form,
+  q: Array,
+  queries: Marks,
+  keys: Keys,
+  dropout: Dropout | None,
 ) -> tuple[Array, Array]:
   """Attention of q [B, T, H, K] to the keys; q is scaled, and both are rotated.
 
@@ -82,7 +86,13 @@ def _attend(form, *arrays):
   return results
 
 
-def _forward(form, q, queries, keys, dropout):
+def _forward(
+  form,
+  q,
+  queries,
+  keys,
+  dropout,
+):
   blocks = _blocks_of(form, q, keys)
   read = functools.partial(_read_blocks, form, blocks, dropout)
   by_slice = _slices_of(form, q, keys, queries)

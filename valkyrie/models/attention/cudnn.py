@@ -28,7 +28,13 @@ def forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, Array]:
 
 
 def backward(
-  q: Array, k: Array, v: Array, seen: Array, out: Array, log_total: Array, gradient: Array
+  q: Array,
+  k: Array,
+  v: Array,
+  seen: Array,
+  out: Array,
+  log_total: Array,
+  gradient: Array,
 ) -> tuple[Array, Array, Array]:
   """The gradients of q, k and v, from the results of a softmax to which these keys belong."""
   primitive = _cudnn()._dot_product_attention_bwd_p_wrapper
@@ -84,7 +90,15 @@ def _cudnn() -> Any:
   return importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
 
 
-def _call(primitive: Any, q: Array, k: Array, v: Array, seen: Array, *more: Array, **options: Any):
+def _call(
+  primitive: Any,
+  q: Array,
+  k: Array,
+  v: Array,
+  seen: Array,
+  *more: Array,
+  **options: Any,
+):
   """Binds a primitive as `jax.nn.dot_product_attention` does."""
   cudnn = _cudnn()
   bias = jnp.where(seen, 0, MASKED)

@@ -80,7 +80,11 @@ class DocumentCache(NamedTuple):
 
 
 def empty_cache(
-  batch_size: int, slots: int, kv_heads: int, head_width: int, dtype: DType
+  batch_size: int,
+  slots: int,
+  kv_heads: int,
+  head_width: int,
+  dtype: DType,
 ) -> DocumentCache:
   """The cache before a row's first token."""
   zeros = jnp.zeros((batch_size, slots, kv_heads, head_width), dtype)
@@ -207,7 +211,11 @@ def _over_devices(out: Array, log_total: Array) -> Array:
 
 
 def _advanced(
-  held: KVCache, tokens: KVCache, following: Array, first: Array, slots: int
+  held: KVCache,
+  tokens: KVCache,
+  following: Array,
+  first: Array,
+  slots: int,
 ) -> DocumentCache:
   """The cache after the chunk, of which this device holds the slots from `first`."""
   size = held.segment_ids.shape[1]
@@ -248,7 +256,11 @@ def _turned(rotary: Rotary, most: int, x: Array, places: Array) -> Array:
 
 
 def angles_at(
-  rotary: Rotary, most: int, width: int, dtype: DType, places: Array
+  rotary: Rotary,
+  most: int,
+  width: int,
+  dtype: DType,
+  places: Array,
 ) -> tuple[Array, Array]:
   """cos and sin [B, N, K/2] at these places, each below `most`.
 

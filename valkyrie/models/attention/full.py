@@ -92,7 +92,12 @@ class FullAttention(LongformerAttention):
     return whole - 2 * self.window * self._q_width
 
   def __call__(
-    self, x: Array, carry: Any, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Any,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Any]:
     """Mixes a chunk; a ConfigurationError if it cannot be read without a carry."""
     if not self.carried:
@@ -108,7 +113,13 @@ class FullAttention(LongformerAttention):
 
   @hk.name_like('__call__')
   def attention_pattern(
-    self, at: np.ndarray, x: Array, carry: Any, *, positions: Array, segment_ids: Array
+    self,
+    at: np.ndarray,
+    x: Array,
+    carry: Any,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> AttentionPattern:
     """See `LongformerAttention.attention_pattern`."""
     q, k, v = self._project_heads(x)
@@ -139,7 +150,13 @@ class FullAttention(LongformerAttention):
 
   @hk.transparent
   @jax.named_scope('attention')
-  def _attend_in_chunk(self, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+  def _attend_in_chunk(
+    self,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+  ) -> Array:
     """Reads only the tokens of the same document in the chunk; memory grows with S x T."""
     time, heads, width = q.shape[1:]
     dropout = self._dropout()

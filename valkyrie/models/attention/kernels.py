@@ -71,7 +71,15 @@ def _splash(form: Form, rows: int, heads: int) -> Kernel:
 
   # The public gradient takes no cotangent of the logarithm. A joint softmax needs none:
   # the rule reads the outputs and the logarithm of the forward pass, here the joint ones.
-  def backward(q, k, v, segments, out, log_total, gradient):
+  def backward(
+    q,
+    k,
+    v,
+    segments,
+    out,
+    log_total,
+    gradient,
+  ):
     segment_ids = splash.SegmentIds(*segments)
     masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
     saved = (q, k, v, segment_ids, None, out, log_total, *masks)
@@ -110,7 +118,13 @@ def _cudnn(form: Form) -> Kernel:
     out, log_total = cudnn.forward(q, k, v, seen(segments))
     return out, (log_total,)
 
-  def backward(q, k, v, segments, *of_results):
+  def backward(
+    q,
+    k,
+    v,
+    segments,
+    *of_results,
+  ):
     return cudnn.backward(q, k, v, seen(segments), *of_results)
 
   return Kernel(jax.named_scope(cudnn.SCOPE), forward, backward)
@@ -139,7 +153,14 @@ def slice_size(choice: str | None, most: int, plain: int) -> int:
   return blocks * LANES
 
 
-def attend(form: Form, q: Array, k: Array, v: Array, segments: Any, parts: Sequence) -> Array:
+def attend(
+  form: Form,
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Any,
+  parts: Sequence,
+) -> Array:
   """One softmax over a window and the parts, as `softmax.attend` -> [R, S, H, K].
 
   q [R, S, H, K], and k and v [R, N, J, K], are scaled and rotated; `segments` are of both.
@@ -157,7 +178,14 @@ def _attend(form, *arrays):
   return out
 
 
-def _forward(form, q, k, v, segments, parts):
+def _forward(
+  form,
+  q,
+  k,
+  v,
+  segments,
+  parts,
+):
   rows, heads = q.shape[:2]
   kernel = _kernel(form, rows, heads)
   with kernel.scope:

@@ -45,7 +45,12 @@ class AttentionCarry(NamedTuple):
 
 
 def empty_carry(
-  batch_size: int, window: int, starts: int, kv_heads: int, head_width: int, dtype: DType
+  batch_size: int,
+  window: int,
+  starts: int,
+  kv_heads: int,
+  head_width: int,
+  dtype: DType,
 ) -> AttentionCarry:
   """The carry before a row's first token."""
 
@@ -70,7 +75,10 @@ def slide_window(window: KVCache, tokens: KVCache, length: Array) -> KVCache:
 
 
 def starts_before(
-  starts: KVCache, tokens: KVCache, positions: Array, ends: Array
+  starts: KVCache,
+  tokens: KVCache,
+  positions: Array,
+  ends: Array,
 ) -> tuple[KVCache, Array]:
   """The document starts [B, N, g, ...] as they stand before each of the tokens `ends` [B, N].
 
@@ -99,7 +107,10 @@ def starts_before(
 
 
 def exchange_halo(
-  carry: AttentionCarry, tokens: KVCache, positions: Array, length: Array
+  carry: AttentionCarry,
+  tokens: KVCache,
+  positions: Array,
+  length: Array,
 ) -> tuple[AttentionCarry, AttentionCarry]:
   """(the carry before this device's piece, the carry after the chunk).
 
@@ -141,7 +152,10 @@ def _exchange_windows(window: KVCache, tokens: KVCache, length: Array) -> tuple[
 
 
 def _exchange_starts(
-  starts: KVCache, tokens: KVCache, positions: Array, length: Array
+  starts: KVCache,
+  tokens: KVCache,
+  positions: Array,
+  length: Array,
 ) -> tuple[KVCache, KVCache]:
   slots = starts.segment_ids.shape[1]
   if not slots:

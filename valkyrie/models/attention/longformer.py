@@ -94,7 +94,14 @@ class WindowAttention(Module):
     return self._rotary
 
   @hk.transparent
-  def _heads(self, q: Array, k: Array, v: Array, *, of: str = '') -> tuple[Array, Array, Array]:
+  def _heads(
+    self,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    of: str = '',
+  ) -> tuple[Array, Array, Array]:
     """[B, T, heads · K] -> [B, T, heads, K] each; `of` begins the names of the norms."""
 
     def by_head(x):
@@ -202,7 +209,12 @@ class LongformerAttention(WindowAttention):
     return projections + scores_and_sums
 
   def __call__(
-    self, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: AttentionCarry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, AttentionCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     q, k, v = self._project_heads(x)
@@ -224,7 +236,13 @@ class LongformerAttention(WindowAttention):
 
   @hk.name_like('__call__')
   def attention_pattern(
-    self, at: np.ndarray, x: Array, carry: AttentionCarry, *, positions: Array, segment_ids: Array
+    self,
+    at: np.ndarray,
+    x: Array,
+    carry: AttentionCarry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> AttentionPattern:
     """The pattern of the queries `at`, int [S], of a chunk that `__call__` would mix."""
     q, k, v = self._project_heads(x)

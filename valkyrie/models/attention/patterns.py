@@ -85,7 +85,10 @@ class Sources(NamedTuple):
 
 
 def attention_pattern(
-  queries: Queries, places: Array | np.ndarray, sources: Sources, windows: tuple[Windows, ...]
+  queries: Queries,
+  places: Array | np.ndarray,
+  sources: Sources,
+  windows: tuple[Windows, ...],
 ) -> AttentionPattern:
   """The pattern of queries q [B, S, H, K], unrotated, whose tokens are the `places` of the chunk.
 
@@ -128,7 +131,10 @@ def noted(kinds: Iterable[Any], prefix: str) -> Iterator[dict[str, Any]]:
 
 
 def _of_heads(
-  queries: Queries, places: Array | np.ndarray, sources: Sources, seen: Windows
+  queries: Queries,
+  places: Array | np.ndarray,
+  sources: Sources,
+  seen: Windows,
 ) -> AttentionPattern:
   """The pattern of heads that share a dilation."""
   rows, _, _, width = queries.q.shape

@@ -48,7 +48,13 @@ class Part(NamedTuple):
   mask: Any  # bool; None in a cotangent
 
   @classmethod
-  def of(cls, q: Array, k: Array, v: Array, mask: Any) -> 'Part':
+  def of(
+    cls,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Any,
+  ) -> 'Part':
     """The part of queries [B, S, H, K] and of keys and values [B, N, J, K]."""
     queries = group_queries(q, k.shape[2])
     keys = jnp.swapaxes(k, 1, 2)

@@ -34,7 +34,11 @@ class Windows(NamedTuple):
 
 
 def windows_of(
-  dilations: Sequence[int], heads: int, width: int, slice_size: int, rotary: Rotary
+  dilations: Sequence[int],
+  heads: int,
+  width: int,
+  slice_size: int,
+  rotary: Rotary,
 ) -> Iterator[Windows]:
   """The windows of each run of neighboring heads that share a dilation; H = `heads` queries."""
   first = 0

@@ -44,7 +44,12 @@ class CausalConvolution(Module):
     return (2 * self.taps + self.bias) * width
 
   def __call__(
-    self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Tail,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Tail]:
     """x [B, T, F] -> (y [B, T, F], the tail after the chunk)."""
     bound = self.taps**-0.5

@@ -66,7 +66,12 @@ class GatedRecurrence(Module):
     return projections + convolution + recurrence
 
   def __call__(
-    self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: ConvolvedCarry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     width = x.shape[-1]

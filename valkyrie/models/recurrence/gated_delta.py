@@ -132,7 +132,12 @@ class GatedDeltaNet(DecayingHeads):
     return 2 * (weights + rule) + convolution
 
   def __call__(
-    self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: ConvolvedCarry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk x [B, T, D]; see `types.SequenceMixer`."""
     batch, time, width = x.shape

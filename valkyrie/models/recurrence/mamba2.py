@@ -69,7 +69,12 @@ class Mamba2(DecayingHeads):
     return projections + convolution + states + pairs
 
   def __call__(
-    self, x: Array, carry: ConvolvedCarry, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: ConvolvedCarry,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, ConvolvedCarry]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     batch, time, width = x.shape
@@ -126,7 +131,14 @@ class Mamba2(DecayingHeads):
     """`ssd` of each group, with b and c [B, T, G P]."""
     first = self.first_state(carry)
 
-    def read(x, log_decay, b, c, carry, first):
+    def read(
+      x,
+      log_decay,
+      b,
+      c,
+      carry,
+      first,
+    ):
       return ssd(
         x,
         log_decay,

@@ -80,7 +80,12 @@ class RGLRU(Module):
     return gates + 4 * width
 
   def __call__(
-    self, x: Array, carry: Array, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Array,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Array]:
     """Mixes a chunk x [B, T, F]; see `types.SequenceMixer`."""
     if x.shape[-1] != self.width:

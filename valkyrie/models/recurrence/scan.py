@@ -184,11 +184,23 @@ def _length(x: Number) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recurrence(form: str, reverse: bool, growth: Number, reset: Array, inputs: Number) -> Number:
+def _recurrence(
+  form: str,
+  reverse: bool,
+  growth: Number,
+  reset: Array,
+  inputs: Number,
+) -> Number:
   return FORMS[form](growth, reset, inputs, reverse=reverse)
 
 
-def _recurrence_forward(form, reverse, growth, reset, inputs):
+def _recurrence_forward(
+  form,
+  reverse,
+  growth,
+  reset,
+  inputs,
+):
   states = _recurrence(form, reverse, growth, reset, inputs)
   if _length(growth) == 1:
     # A layer that saves them needs its inputs no more, which a growth that changes would.
@@ -259,7 +271,12 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 @jax.named_scope('scan')
 def diagonal_scan(
-  growth: Number, inputs: Number, initial: Number, reset: Array, *, form: Form
+  growth: Number,
+  inputs: Number,
+  initial: Number,
+  reset: Array,
+  *,
+  form: Form,
 ) -> Number:
   """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P] and the inputs b [T, B, P].
 

@@ -42,7 +42,13 @@ def then(first: Piece, second: Piece) -> Piece:
 
 @jax.named_scope('scan')
 def scan_chunk(
-  growth: Number, inputs: Number, carry: Number, reset: Array, length: Array, *, form: Form
+  growth: Number,
+  inputs: Number,
+  carry: Number,
+  reset: Array,
+  length: Array,
+  *,
+  form: Form,
 ) -> tuple[Number, Number]:
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
@@ -68,7 +74,13 @@ def scan_chunk(
   return states + grown, after.state
 
 
-def _running_product(growth, state, reset, length, form):
+def _running_product(
+  growth,
+  state,
+  reset,
+  length,
+  form,
+):
   """(the product of the decays up to `length`, a function that multiplies x by all up to each)."""
   zero = jax.tree.map(jnp.zeros_like, growth)
   one = jax.tree.map(jnp.ones_like, state)
@@ -89,7 +101,13 @@ def _over_steps(x: Array) -> Array:
   return x[None]
 
 
-def _powers(growth, state, reset, length, form):
+def _powers(
+  growth,
+  state,
+  reset,
+  length,
+  form,
+):
   """The same where every decay is 1 + growth, by tables."""
   time = reset.shape[0]
   steps = np.arange(time)[:, None]

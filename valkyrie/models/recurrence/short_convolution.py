@@ -46,7 +46,12 @@ class ShortConvolution(Module):
     return 8 * width * self.width + self._convolution.forward_flops(self.width)
 
   def __call__(
-    self, x: Array, carry: Tail, *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Tail,
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Tail]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     width = x.shape[-1]

@@ -43,7 +43,10 @@ def hippo_legs_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def block_diagonal(
-  states: int, blocks: int, *, conj_sym: bool = True
+  states: int,
+  blocks: int,
+  *,
+  conj_sym: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
   """HiPPO-LegS in J blocks on the diagonal (S5 section 4.3), for P states, which J divides.
 
@@ -87,7 +90,12 @@ OUTPUT_INITS = ('trunc_standard_normal', 'lecun_normal', 'complex_normal')
 
 
 def output_matrix(
-  key: Array, basis: np.ndarray, blocks: int, width: int, *, method: str
+  key: Array,
+  basis: np.ndarray,
+  blocks: int,
+  width: int,
+  *,
+  method: str,
 ) -> Complex:
   """C̃ [D, P] (S5 appendix B.1.2), with the method names of the reference implementation.
 

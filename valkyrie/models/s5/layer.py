@@ -158,7 +158,12 @@ class S5(Module):
     return inputs + recurrence + outputs + gates
 
   def __call__(
-    self, x: Array, carry: Complex | tuple[()], *, positions: Array, segment_ids: Array
+    self,
+    x: Array,
+    carry: Complex | tuple[()],
+    *,
+    positions: Array,
+    segment_ids: Array,
   ) -> tuple[Array, Complex | tuple[()]]:
     """Mixes a chunk; see `types.SequenceMixer`."""
     width = x.shape[-1]

@@ -218,7 +218,11 @@ def _inputs(b: Matrix, gain: Number, u: Array) -> Complex:
 
 
 def _scan_backwards(
-  growth: Complex, inputs: Complex, initial: Complex, ends: Array, form: scan.Form
+  growth: Complex,
+  inputs: Complex,
+  initial: Complex,
+  ends: Array,
+  form: scan.Form,
 ) -> Complex:
   """The states [T, B, P] of the documents that are read from their ends, bool [T, B]."""
   reverse = functools.partial(jnp.flip, axis=0)

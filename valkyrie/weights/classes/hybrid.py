@@ -52,7 +52,9 @@ class Hybrid(ModelClass):
 
 
 def shared_bindings(
-  config: Mapping[str, Any], epsilon: float, scale: float = 1.0
+  config: Mapping[str, Any],
+  epsilon: float,
+  scale: float = 1.0,
 ) -> dict[str, Any]:
   """The bindings of the sizes that all classes have."""
   return {
@@ -66,7 +68,9 @@ def shared_bindings(
 
 
 def with_one_spelling(
-  file: pathlib.Path, config: Mapping[str, Any], spellings: Mapping[str, str]
+  file: pathlib.Path,
+  config: Mapping[str, Any],
+  spellings: Mapping[str, str],
 ) -> dict[str, Any]:
   """The configuration with one name for each field, from {another spelling: name}.
 

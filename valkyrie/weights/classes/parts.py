@@ -43,7 +43,11 @@ def attention(
 
 
 def gated_delta_net(
-  heads: int, value_heads: int, key_width: int, value_width: int, **more: Any
+  heads: int,
+  value_heads: int,
+  key_width: int,
+  value_width: int,
+  **more: Any,
 ) -> dict[str, Any]:
   """The bindings of Gated DeltaNet; `more` are fields."""
   fields = {
@@ -60,7 +64,10 @@ def gated_delta_net(
 
 
 def delta_names(
-  prefix: str, projections: Mapping[str, str], norm: str, filters: list[list[Piece]]
+  prefix: str,
+  projections: Mapping[str, str],
+  norm: str,
+  filters: list[list[Piece]],
 ) -> list[Entry]:
   """The tensors of Gated DeltaNet, from {our name: the name there} of its projections."""
   names = []
