@@ -152,6 +152,15 @@ def test_names_do_not_depend_on_the_pattern():
   assert len(set(pattern)) == len(pattern)
 
 
+def test_two_kinds_of_attention_in_one_block_have_names_of_their_own():
+  """An export had the arrays of one of them, and an evaluation its patterns."""
+  parameters = tiny.model((tiny.attention, tiny.full), layers=2).parameters()
+  named = named_tensors.names_of(parameters)
+  found = [name for names in named.values() for name in names]
+  assert len(set(found)) == len(found)
+  assert {'layers.1.full_attention.query', 'layers.1.longformer_attention.query'} <= {*found}
+
+
 def test_a_planner_s_upper_layers_go_on_counting():
   model = tiny.model(insert=tiny.planner, layers=4)
   found = [name for leaf in named_tensors.leaves(shapes(model)) for name in leaf.tensors]

@@ -6,11 +6,12 @@
     final_norm.scale               model/final_norm/scale
 
 The right column shows a pattern of two blocks: in the model, the layers with the same block of the
-pattern are one stacked array. The names on the left do not depend on the pattern, and both kinds of
-attention share them. Matrices are [inputs, outputs]. `tensor_files` reads them.
+pattern are one stacked array. The names on the left do not depend on the pattern. Both kinds of
+attention share them, but in a block with both, each has its own: layers.3.full_attention.query.
+Matrices are [inputs, outputs]. `tensor_files` reads them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import functools
 import re
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from valkyrie.weights.tensor_files import Tensor, name_of_dtype
 
 FORMAT = 'valkyrie'  # in the config.json of an export
 TABLES = ('embedding', 'unembedding')  # one row for each token
-_ATTENTION = re.compile(r'\b(full|longformer)_attention\b')
+_ATTENTION = re.compile(r'\b((full|longformer)_)?attention\b')
 
 
 class Leaf(NamedTuple):
@@ -51,14 +52,16 @@ def leaves(params: Mapping[str, Mapping[str, Any]]) -> list[Leaf]:
   Arrays that a term of the objective has added are left out.
   """
   blocks, lower_repeats = _pattern(params)
+  paths = _paths(params)
   model_leaves = []
   for module, group in params.items():
     if not is_of_model(module):
       continue
-    stack = place_of(module)
+    path = paths[module]
+    stack = place_of(path)
     for name, array in group.items():
       if stack is None:
-        module_in_model = module.removeprefix('model').strip('/')
+        module_in_model = path.removeprefix('model').strip('/')
         plain_name = _plain(module_in_model, name)
         leaf = Leaf(module, name, array.shape, (plain_name,), stacked=False)
         model_leaves.append(leaf)
@@ -89,13 +92,35 @@ def _pattern(params: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
   return blocks, lower_repeats
 
 
+def _paths(modules: Iterable[str]) -> dict[str, str]:
+  """{module: its path, in which all kinds of attention have one name, unless a block has several}."""
+  kinds: dict[str, set[str]] = {}
+  for module in modules:
+    place, kind = _attention(module)
+    kinds.setdefault(place, set()).add(kind)
+  paths = {}
+  for module in modules:
+    place, _ = _attention(module)
+    paths[module] = module
+    if len(kinds[place]) == 1:
+      paths[module] = _ATTENTION.sub('attention', module)
+  return paths
+
+
+def _attention(module: str) -> tuple[str, str]:
+  """(Where the attention stands that a module is, or belongs to; its kind). Without one, ('', '')."""
+  match = _ATTENTION.search(module)
+  if match is None:
+    return '', ''
+  return module[: match.start()], match[0]
+
+
 def _plain(module: str, name: str) -> str:
   below_method = module.replace('/~', '')
   parts = below_method.split('/')
   path = [part for part in parts if part]
   path.append(name)
-  plain_name = '.'.join(path)
-  return _ATTENTION.sub('attention', plain_name)
+  return '.'.join(path)
 
 
 def declared_leaves(parameters: Mapping[str, Mapping[str, Parameter]]) -> list[Leaf]:
