@@ -93,7 +93,7 @@ def _pattern(params: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
 
 
 def _paths(modules: Iterable[str]) -> dict[str, str]:
-  """{module: its path, in which all kinds of attention have one name, unless a block has several}."""
+  """{module: its path}, with one name for all kinds of attention unless a block has several."""
   kinds: dict[str, set[str]] = {}
   for module in modules:
     place, kind = _attention(module)
@@ -108,7 +108,7 @@ def _paths(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _attention(module: str) -> tuple[str, str]:
-  """(Where the attention stands that a module is, or belongs to; its kind). Without one, ('', '')."""
+  """(Where the attention is that a module is, or belongs to; its kind); ('', '') without one."""
   match = _ATTENTION.search(module)
   if match is None:
     return '', ''
