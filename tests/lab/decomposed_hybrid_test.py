@@ -8,6 +8,7 @@ import numpy as np
 import tiny_run
 
 import valkyrie
+from valkyrie.lab.decomposition import text_patterns
 from valkyrie.weights import huggingface
 
 LAYERS = ['linear_attention', 'full_attention']
@@ -66,6 +67,7 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   divergences = np.sum(p * np.log(np.where(p > 0, p / np.where(q > 0, q, 1), 1)), axis=-1)
   np.testing.assert_allclose(errors, divergences.mean(-1), rtol=1e-3, atol=1e-9)
   assert errors.max() > 1e-9
+  assert text_patterns.has_patterns(parts.run.text_rows.reader, parts._params)
   some = parts.patterns(text, without_keys, queries=3)[ATTENTION]
   np.testing.assert_allclose(some.clean, p[:, -3:], atol=1e-5)
   writes = parts.writers(text, VALUE, 1, distance=20).strongest

@@ -11,7 +11,7 @@ from valkyrie import main
 from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError, UsageError
-from valkyrie.lab.decomposition import masking, trace
+from valkyrie.lab.decomposition import masking, text_patterns, trace
 from valkyrie.lab.decomposition.clusters import clustered
 from valkyrie.lab.decomposition.importance import NETS, PerComponent
 from valkyrie.models.features import SITES
@@ -84,6 +84,19 @@ def test_components_of_a_text_are_those_of_the_whole_in_any_chunks(parts, whole)
     expected = np.asarray(inputs[path][layer, 0]) @ v * np.linalg.norm(u, axis=1)
     np.testing.assert_allclose(inner[name], expected, atol=1e-5)
   assert 0.2 < np.mean(g[READER] > parts.threshold) < 0.8
+
+
+def test_a_text_is_read_once_for_its_components_and_its_patterns(parts):
+  """This model has no attention, so nothing but its components can be shown."""
+  reader = parts.run.text_rows.reader
+  assert not text_patterns.has_patterns(reader, parts._params)
+  (tokens,) = parts.run.text_rows.tokens([TEXT], None)
+  chunks = [
+    *text_patterns.read(parts._passes, parts._params, tokens, masking.IMPORTANT, queries=20)
+  ]
+  for name, g in parts.importances(TEXT).items():
+    found = np.concatenate([chunk.importances[name] for chunk in chunks])
+    np.testing.assert_allclose(found, g, atol=1e-5)
 
 
 def changed(parts, name, matrix):

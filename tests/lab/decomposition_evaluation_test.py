@@ -24,6 +24,7 @@ from valkyrie.data.feed import TaskFeed
 from valkyrie.lab.decomposition import draws, page
 from valkyrie.lab.decomposition.adversary import Adversary
 from valkyrie.lab.decomposition.clusters import Cluster, Clustering, Member
+from valkyrie.lab.decomposition.components import text_chunks
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.harvest import harvest
 from valkyrie.lab.decomposition.importance import NETS, PerComponent
@@ -277,7 +278,7 @@ def test_a_harvest_has_the_most_important_windows_and_the_telling_tokens(tmp_pat
   device = Partitioner((('data', 1),), (), (), manual=True)
   measure = Evaluator(target(), device, feed(tmp_path), ROWS, 64, terms=(scores(),))
   measure.open()
-  sites = harvest(SplitReader(measure, scores(), params), shown=2, windows=3)
+  sites = harvest(SplitReader(measure, scores(), params), shown=2, windows=3).shown
   (source,) = measure.sources.values()
   batch = source.read(0, source.row_tokens)
   features, _ = read(batch, activations=(SITES,))
@@ -337,7 +338,11 @@ def test_held_out_windows_are_of_other_chunks_and_half_of_them_are_active(tmp_pa
   strict = dataclasses.replace(scores(), threshold=0.85)  # in half of the documents
   measure = Evaluator(target(), device, feed(tmp_path), ROWS, 64, terms=(strict,))
   measure.open()
-  sites = harvest(SplitReader(measure, strict, params), shown=C, windows=2, held_out=6)
+  reader = SplitReader(measure, strict, params)
+  found = harvest(reader, shown=1, windows=2, labeled=C + 1, held_out=6)
+  without_prompts = harvest(reader, shown=1, windows=2)
+  assert repr(found.shown) == repr(without_prompts.shown)  # of all chunks
+  sites = found.labeled
   (source,) = measure.sources.values()
   batch = source.read(0, source.row_tokens)
   features, _ = read(batch, activations=(SITES,))
@@ -365,6 +370,16 @@ def test_held_out_windows_are_of_other_chunks_and_half_of_them_are_active(tmp_pa
       assert each <= 3 and active == [True] * each + [False] * each
       tested += each
   assert tested
+
+
+def test_a_page_says_why_it_shows_no_attention_patterns(tmp_path, capsys):
+  _, params, _ = built()
+  device = Partitioner((('data', 1),), (), (), manual=True)
+  measure = Evaluator(target(), device, feed(tmp_path), ROWS, 64, terms=(scores(),))
+  split = SplitReader(measure, scores(), params)
+  alone = tiny.model((functools.partial(tiny.full, carried=False),))
+  text_chunks(alone, 64, split, params)
+  assert 'no attention patterns: FullAttention.carried is False' in capsys.readouterr().out
 
 
 def data_of(page_folder, name):

@@ -7,7 +7,7 @@
 See `harvest` for what is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import json
 import pathlib
 
@@ -19,14 +19,13 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
 from valkyrie.errors import write_errors
 from valkyrie.inference.reader import Reader
-from valkyrie.lab.decomposition import labels, masking, own_text, page
+from valkyrie.lab.decomposition import labels, masking, own_text, page, text_patterns
 from valkyrie.lab.decomposition.clusters import as_json
 from valkyrie.lab.decomposition.clusters import clustered as find_clusters
-from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.harvest import harvest
 from valkyrie.lab.decomposition.passes import Passes
 from valkyrie.lab.decomposition.split import SplitReader, component_scores
-from valkyrie.lab.decomposition.text_patterns import of_text
+from valkyrie.lab.decomposition.text_patterns import TextChunk, has_patterns
 from valkyrie.models import language_model
 from valkyrie.models.model import Model
 from valkyrie.run.evaluator import Evaluator
@@ -87,16 +86,19 @@ def components(
   params, steps = restored_params(evaluation.model, layout, model_dir, vocabulary, step)
   evaluation.open()
   reader = SplitReader(evaluation, scores, params)
-  patterns_of = _patterns(model, evaluation, scores, params)
-  readings = [own_text.read(reader, patterns_of, vocabulary, *named) for named in contents.items()]
+  readings = []
+  if contents:
+    chunks_of = text_chunks(model, evaluation.chunk_size, reader, params)
+    for name, text in contents.items():
+      ids = vocabulary.begun(text)
+      readings.append(own_text.read(name, ids, chunks_of(ids), scores.threshold))
   numbers = '_'.join(str(number) for number in steps)
   folder = pathlib.Path(model_dir, f'labels_{numbers}')
+  found = harvest(reader, shown=shown, windows=windows, labeled=labeled, held_out=held_out)
   if labeled:
-    asked = harvest(reader, shown=labeled, windows=windows, held_out=held_out)
-    count = labels.write(folder, asked, vocabulary.decode, scores.threshold)
+    count = labels.write(folder, found.labeled, vocabulary.decode, scores.threshold)
     print(f'{folder / labels.PROMPTS}: asks for labels of {count:,} components')
-  of_places = labels.by_place(folder)
-  sites = labels.with_labels(harvest(reader, shown=shown, windows=windows), of_places)
+  sites = labels.with_labels(found.shown, labels.by_place(folder))
   clusters = None
   if clustered:
     clusters = find_clusters(reader.importances, scores.threshold, most=clustered)
@@ -117,14 +119,26 @@ def components(
   print(f'{path / page.START}: {count:,} of the {alive:,} components that are alive')
 
 
-def _patterns(
+def text_chunks(
   model: Model,
-  evaluation: Evaluator,
-  scores: ComponentScores,
+  chunk_size: int,
+  split: SplitReader,
   params: Params,
-) -> Callable[[np.ndarray], own_text.Patterns]:
-  """A function that finds the attention patterns of a text."""
-  if not model.about.carried:  # such a model reads no text of several chunks
-    return lambda _: {}
-  passes = Passes(Reader(model, evaluation.chunk_size), scores)
-  return lambda ids: of_text(passes, params, ids, masking.IMPORTANT, _QUERIES)
+) -> Callable[[np.ndarray], Iterable[TextChunk]]:
+  """A function that reads a text: with attention patterns, if the model has some to show."""
+
+  def without_patterns(ids):
+    return (TextChunk(importances, {}) for importances in split.document(ids))
+
+  if not model.about.carried:
+    print(
+      'The page shows no attention patterns: FullAttention.carried is False, so the model reads '
+      'each chunk alone. Bind FullAttention.carried = True to see them; the parameters stay the '
+      'same.'
+    )
+    return without_patterns
+  reader = Reader(model, chunk_size)
+  if not has_patterns(reader, params):
+    return without_patterns
+  passes = Passes(reader, split.scores)
+  return lambda ids: text_patterns.read(passes, params, ids, masking.IMPORTANT, _QUERIES)

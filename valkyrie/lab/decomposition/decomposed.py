@@ -34,7 +34,7 @@ from valkyrie.models.features import ACTIVATIONS, Features
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import divergences, logits, token_scores
 from valkyrie.training.setup import StepSettings
-from valkyrie.types import Array, Params
+from valkyrie.types import Params
 from valkyrie.weights.restored import restored_params
 
 
@@ -137,7 +137,8 @@ class Decomposed:
     begin = 0
     for chunk, lengths, tokens in self._chunks(text):
       (g, inner), carries = self._read(self._params, carries, chunk, lengths)
-      yield Reading(begin, tokens, self._by_name(g, len(tokens)), self._by_name(inner, len(tokens)))
+      of_tokens = [self._passes.by_name(values, len(tokens)) for values in (g, inner)]
+      yield Reading(begin, tokens, *of_tokens)
       begin += len(tokens)
 
   def importances(self, text: Text) -> dict[str, np.ndarray]:
@@ -276,14 +277,6 @@ class Decomposed:
     for chunk, lengths in rows.reader.chunks(rows.reader.fresh(1), [tokens]):
       yield chunk, lengths, chunk[0, : lengths[0]]
 
-  def _by_name(self, by_path: Mapping[str, Array], length: int) -> dict[str, np.ndarray]:
-    """{name: [T, C]} of values [L, 1, T, C] by path."""
-    found = {}
-    for path, values in jax.device_get(dict(by_path)).items():
-      for name, of_layer in zip(self._names[path], values, strict=True):
-        found[name] = of_layer[0, :length]
-    return {name: found[name] for name in self.names}
-
   # Traced.
 
   def _read_chunk(
@@ -312,9 +305,9 @@ class Decomposed:
     of_sites,
     masks,
   ):
-    _, masked, after = self._passes.masked(params, carries, tokens, lengths, of_sites, masks)
+    read = self._passes.masked(params, carries, tokens, lengths, of_sites, masks)
     size = self.run.model.about.vocabulary_size
-    return logits(masked, size)[..., :size], after
+    return logits(read.masked, size)[..., :size], read.after
 
   def _compare_chunk(
     self,
@@ -326,9 +319,7 @@ class Decomposed:
     masks,
   ):
     kinds = (*ACTIVATIONS, self._asked)
-    features, masked, after = self._passes.masked(
-      params, carries, tokens, lengths, of_sites, masks, kinds
-    )
+    read = self._passes.masked(params, carries, tokens, lengths, of_sites, masks, kinds)
     size = self.run.model.about.vocabulary_size
 
     def log_probs(carry, features):
@@ -337,17 +328,17 @@ class Decomposed:
 
     of_tokens = jnp.concatenate(
       [
-        log_probs(carries.clean, features),
-        log_probs(carries.masked, masked),
-        divergences(features, masked, size),
+        log_probs(carries.clean, read.clean),
+        log_probs(carries.masked, read.masked),
+        divergences(read.clean, read.masked, size),
       ]
     )
     _, segments = places(carries.clean, tokens, lengths)
     real = segments > 0
     is_query = real[:, self._asked.at(tokens.shape[1])]
-    hidden = hidden_sums(features, masked, real)
-    patterns = pattern_sums(features, masked, is_query)
-    return (of_tokens, (hidden, patterns, jnp.sum(is_query))), after
+    hidden = hidden_sums(read.clean, read.masked, real)
+    patterns = pattern_sums(read.clean, read.masked, is_query)
+    return (of_tokens, (hidden, patterns, jnp.sum(is_query))), read.after
 
 
 def decomposition(

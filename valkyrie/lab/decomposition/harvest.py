@@ -28,48 +28,56 @@ _LEAST_SHARE = 0.02  # of the activity of a component, for a token in a table
 _LEAST_BITS = 0.1  # of information about this activity
 
 
-def harvest(reader: SplitReader, *, shown: int, windows: int, held_out: int = 0) -> list[ShownSite]:
-  """What is shown of each site, from the first layer to the last.
+class Harvest(NamedTuple):
+  """What is shown of each site, from the first layer to the last, and what is asked of it.
+
+  shown: with the components of a page.
+  labeled: with those that get prompts. Their held-out texts come from every second chunk of a row,
+    and their windows and tables from the others.
+  """
+
+  shown: list[ShownSite]
+  labeled: list[ShownSite]
+
+
+def harvest(
+  reader: SplitReader,
+  *,
+  shown: int,
+  windows: int,
+  labeled: int = 0,
+  held_out: int = 0,
+) -> Harvest:
+  """Reads the split.
 
   Args:
     reader: reads the split.
-    shown: components of each site, the most frequent ones that are alive.
+    shown, labeled: components of each site, the most frequent ones that are alive.
     windows: texts of each component.
-    held_out: at most so many further texts of each component, of which it is active in one half.
-      They come from every second chunk of a row, and the windows and tables from the others.
+    held_out: at most so many further texts of each labeled component, which is active in one half.
   """
   counts = _count(reader)
   # The most frequent components first, and those that are not alive last.
-  order = {}
+  numbers = {}
   for path, share in counts.shares.items():
     mean = counts.means[path]
-    order[path] = np.lexsort((-mean, -share, mean <= ALIVE))
-  numbers = {path: first[:, :shown] for path, first in order.items()}
-  kept = _collect(reader, numbers, windows, held_out)
+    order = np.lexsort((-mean, -share, mean <= ALIVE))
+    numbers[path] = order[:, : max(shown, labeled)]
+  of_page = _Collection(reader, shown, windows, held_out=0)
+  of_prompts = _Collection(reader, labeled, windows, held_out)
 
-  names = names_of(reader.model.parameters())
-  sites = []
-  for path, layer in ordered(sites_of(reader.model.parameters())):
-    mean = counts.means[path][layer]
-    share = counts.shares[path][layer]
-    alive = int((mean > ALIVE).sum())
-    components = []
-    for number, texts in zip(numbers[path][layer][:alive], kept[path, layer], strict=False):
-      components.append(
-        Component(
-          number=int(number),
-          mean=float(mean[number]),
-          share=float(share[number]),
-          windows=texts.largest.best(windows),
-          inputs=_telling_tokens(texts.inputs, counts.inputs),
-          outputs=_telling_tokens(texts.outputs, counts.outputs),
-          held_out=texts.held_out(held_out),
-        )
-      )
-    most_first = np.sort(mean)[::-1]
-    site = ShownSite(names[path][layer], alive, float(share.sum()), most_first, components)
-    sites.append(site)
-  return sites
+  @jax.jit
+  def choose(low, numbers):
+    chosen = {}
+    for path, first in numbers.items():
+      chosen[path] = jnp.take_along_axis(low[path], first[:, None, None], axis=-1)
+    return chosen
+
+  for number, chunk in enumerate(reader.chunks()):
+    importances = jax.device_get(choose(chunk.importances, numbers))
+    of_page.add(number, chunk, importances)
+    of_prompts.add(number, chunk, importances)
+  return Harvest(of_page.sites(counts, numbers), of_prompts.sites(counts, numbers))
 
 
 class _Counts(NamedTuple):
@@ -112,42 +120,69 @@ def _count(reader: SplitReader) -> _Counts:
   return _Counts(means, shares, inputs, outputs)
 
 
-def _collect(
-  reader: SplitReader,
-  numbers: Mapping[str, np.ndarray],
-  windows: int,
-  held_out: int,
-) -> dict[tuple[str, int], list['_Kept']]:
-  """The second pass over the split: what is kept of the components `numbers` [L, M] by path."""
+class _Collection:
+  """What the second pass over the split keeps of the most frequent components of each site."""
 
-  @jax.jit
-  def choose(low, numbers):
-    chosen = {}
-    for path, first in numbers.items():
-      chosen[path] = jnp.take_along_axis(low[path], first[:, None, None], axis=-1)
-    return chosen
+  def __init__(
+    self,
+    reader: SplitReader,
+    components: int,
+    windows: int,
+    held_out: int,
+  ):
+    """Keeps so many windows and held-out windows of so many components of each site."""
+    self._reader = reader
+    self._components = components
+    self._windows = windows
+    self._held_out = held_out
+    self._kept: dict[tuple[str, int], list[_Kept]] = {}
+    sites = sites_of(reader.model.parameters())
+    for path, layer in ordered(sites):
+      count = min(components, sites[path].components)
+      self._kept[path, layer] = [_Kept(windows, held_out) for _ in range(count)]
+    self._random = np.random.default_rng(reader.scores.seed)
+    self._choice = np.random.default_rng(reader.scores.seed)
 
-  kept = {}
-  for path, first in numbers.items():
-    for layer, of_layer in enumerate(first):
-      kept[path, layer] = [_Kept(windows, held_out) for _ in of_layer]
-  threshold = reader.scores.threshold
-  random = np.random.default_rng(reader.scores.seed)
-  choice = np.random.default_rng(reader.scores.seed)
-  for number, chunk in enumerate(reader.chunks()):
-    importances = jax.device_get(choose(chunk.importances, numbers))
+  def add(self, number: int, chunk: SplitChunk, importances: Mapping[str, np.ndarray]) -> None:
+    """Adds chunk `number`, with the importances [L, B, T, M] by path of M components or more."""
+    threshold = self._reader.scores.threshold
     rows = np.arange(len(chunk.batch.inputs))
     is_held_out = (rows + number) % 2 == 1
-    if not held_out:
+    if not self._held_out:
       is_held_out[:] = False
-    for path, by_layer in importances.items():
-      for layer, g in enumerate(by_layer):
-        shown = np.where(is_held_out[:, None, None], 0, g)
-        _add_counts(kept[path, layer], chunk.batch, shown > threshold, reader.eos)
-        _add_windows(kept[path, layer], chunk, shown, random)
-        if held_out:
-          _add_held_out(kept[path, layer], chunk, g, is_held_out, threshold, choice)
-  return kept
+    for (path, layer), kept in self._kept.items():
+      g = importances[path][layer, ..., : self._components]
+      shown = np.where(is_held_out[:, None, None], 0, g)
+      _add_counts(kept, chunk.batch, shown > threshold, self._reader.eos)
+      _add_windows(kept, chunk, shown, self._random)
+      if self._held_out:
+        _add_held_out(kept, chunk, g, is_held_out, threshold, self._choice)
+
+  def sites(self, counts: _Counts, numbers: Mapping[str, np.ndarray]) -> list[ShownSite]:
+    """What is shown of each site, whose most frequent components are `numbers` [L, M] by path."""
+    names = names_of(self._reader.model.parameters())
+    sites = []
+    for (path, layer), kept in self._kept.items():
+      mean = counts.means[path][layer]
+      share = counts.shares[path][layer]
+      alive = int((mean > ALIVE).sum())
+      components = []
+      for number, texts in zip(numbers[path][layer][:alive], kept, strict=False):
+        components.append(
+          Component(
+            number=int(number),
+            mean=float(mean[number]),
+            share=float(share[number]),
+            windows=texts.largest.best(self._windows),
+            inputs=_telling_tokens(texts.inputs, counts.inputs),
+            outputs=_telling_tokens(texts.outputs, counts.outputs),
+            held_out=texts.held_out(self._held_out),
+          )
+        )
+      most_first = np.sort(mean)[::-1]
+      site = ShownSite(names[path][layer], alive, float(share.sum()), most_first, components)
+      sites.append(site)
+    return sites
 
 
 class _Windows:
@@ -254,7 +289,7 @@ def _add_windows(
   real = np.where(is_token, g, 0)
   missing = -time % SPAN
   padded = np.pad(real, ((0, 0), (0, missing), (0, 0)))
-  stretches = padded.reshape(rows, -1, SPAN, count)
+  stretches = padded.reshape(rows, padded.shape[1] // SPAN, SPAN, count)
   largest = stretches.max(axis=2)
   peaks = stretches.argmax(axis=2)
   tie_breaks = random.uniform(0.01, 0.1, largest.shape)

@@ -1,15 +1,13 @@
 """Texts of the user for the page of components: what is active at each token, and what it reads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from valkyrie import foreign
-from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import DataError, reason_of, with_home
-from valkyrie.lab.decomposition.split import SplitReader
-from valkyrie.lab.decomposition.text_patterns import LayerPatterns
+from valkyrie.lab.decomposition.text_patterns import PatternsOfLayers, TextChunk, joined
 
 _MOST_ACTIVE = 30  # components of a token, the most important ones
 
@@ -22,9 +20,6 @@ class ActiveComponent(NamedTuple):
   importance: float
 
 
-Patterns = Mapping[str, LayerPatterns]  # by the names of the layers
-
-
 class ReadText(NamedTuple):
   """A text of T tokens, and the components that are active at each, the most important first.
 
@@ -34,7 +29,7 @@ class ReadText(NamedTuple):
   name: str
   ids: Sequence[int]
   active: Sequence[Sequence[ActiveComponent]]
-  patterns: Patterns
+  patterns: PatternsOfLayers
 
 
 def content(name: str) -> str:
@@ -47,23 +42,24 @@ def content(name: str) -> str:
     ) from error
 
 
-def read(
-  reader: SplitReader,
-  patterns_of: Callable[[np.ndarray], Patterns],
-  vocabulary: Vocabulary,
-  name: str,
-  text: str,
-) -> ReadText:
-  """Reads a text as one document; raises a ConfigurationError if the model cannot read it."""
-  ids = vocabulary.begun(text)
+def read(name: str, ids: np.ndarray, chunks: Iterable[TextChunk], threshold: float) -> ReadText:
+  """A text whose components are active above the threshold, from its chunks."""
   active: list[list[ActiveComponent]] = []
-  for importances, count in reader.document(ids):
-    of_chunk: list[list[ActiveComponent]] = [[] for _ in range(count)]
-    for site, g in importances.items():
-      for token, number in np.argwhere(g > reader.scores.threshold).tolist():
-        found = ActiveComponent(site, number, float(g[token, number]))
-        of_chunk[token].append(found)
-    for found in of_chunk:
-      found.sort(key=lambda component: -component.importance)
-      active.append(found[:_MOST_ACTIVE])
-  return ReadText(name, ids.tolist(), active, patterns_of(ids))
+  patterns = []
+  for chunk in chunks:
+    active += _active(chunk.importances, threshold)
+    patterns.append(chunk.patterns)
+  return ReadText(name, ids.tolist(), active, joined(patterns, len(ids)))
+
+
+def _active(importances: Mapping[str, np.ndarray], threshold: float) -> list[list[ActiveComponent]]:
+  """The most important components that are active at each token of a chunk."""
+  first, *_ = importances.values()
+  of_tokens: list[list[ActiveComponent]] = [[] for _ in first]
+  for site, g in importances.items():
+    for token, number in np.argwhere(g > threshold).tolist():
+      found = ActiveComponent(site, number, float(g[token, number]))
+      of_tokens[token].append(found)
+  for found in of_tokens:
+    found.sort(key=lambda component: -component.importance)
+  return [found[:_MOST_ACTIVE] for found in of_tokens]

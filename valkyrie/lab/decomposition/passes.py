@@ -1,6 +1,6 @@
 """Passes over chunks of one text: the model's, its importance functions', and one under masks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from valkyrie.inference.reader import Reader, TextCarry, places
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.masking import Masking
+from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.models.features import SITES, Features, Kind
 from valkyrie.models.sites import sites_of
 from valkyrie.types import Array, Batch, Carry, Params
@@ -30,6 +31,20 @@ class Factors(NamedTuple):
 
   of_sites: dict[str, np.ndarray]
   masking: Masking
+
+
+class Pass(NamedTuple):
+  """What is computed of a chunk.
+
+  clean, masked: the features of the model, and those under masks.
+  importances: g [L, 1, T, C] by path.
+  after: the carries after the chunk.
+  """
+
+  clean: Features
+  masked: Features
+  importances: dict[str, Array]
+  after: Carries
 
 
 class Passes:
@@ -67,6 +82,14 @@ class Passes:
       of_sites[path] = np.stack([masks.factors.get(name, others) for name in self.names[path]])
     return Factors(of_sites, masks._replace(factors=()))
 
+  def by_name(self, by_path: Mapping[str, Array], length: int) -> dict[str, np.ndarray]:
+    """{name of a site: the first tokens [length, C]} of values [L, 1, T, C] by path."""
+    found = {}
+    values = jax.device_get(dict(by_path))
+    for path, layer in ordered(self.sites):
+      found[self.names[path][layer]] = values[path][layer, 0, :length]
+    return found
+
   # Traced.
 
   def clean(
@@ -96,8 +119,8 @@ class Passes:
     of_sites: dict[str, Any],
     masking: Masking,
     kinds: Sequence[Kind] = (),
-  ) -> tuple[Features, Features, Carries]:
-    """(The model's features, those under `Factors`, the carries after the chunk)."""
+  ) -> Pass:
+    """A chunk read by the model, and under `Factors`."""
     features, g, after = self.clean(params, carries, tokens, lengths, kinds)
     given = {}
     for path, of_site in g.items():
@@ -105,4 +128,4 @@ class Passes:
     masked, masked_carry = self.reader.apply(
       params, carries.masked, tokens, lengths, kinds, masks=given
     )
-    return features, masked, after._replace(masked=masked_carry)
+    return Pass(features, masked, g, after._replace(masked=masked_carry))

@@ -59,8 +59,8 @@ class SplitReader:
         low, carry = self._read(carry, batch)
         yield SplitChunk(source, position, batch, low)
 
-  def document(self, ids: np.ndarray) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """({name of a site: g [T, C]}, T) of each chunk of a document, in a row of its own.
+  def document(self, ids: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """{name of a site: g [T, C]} of each chunk of a document, in a row of its own.
 
     Raises a ConfigurationError if the model cannot read a document of this length.
     """
@@ -76,7 +76,7 @@ class SplitReader:
       batch.positions[0, :count] = position_of(np.arange(begin, begin + count))
       batch.segment_ids[0, :count] = 1
       low, carry = self._read(carry, batch)
-      yield {name: g[0, :count] for name, g in self._by_name(low)}, count
+      yield {name: g[0, :count] for name, g in self._by_name(low)}
 
   def _initial_carry(self) -> Any:
     """The carries of the model and of the importances, which have read nothing."""

@@ -1,11 +1,16 @@
-"""Attention patterns of the last tokens of a text: of the model, and of the model under masks."""
+"""A text under masks: importances of its tokens, and attention patterns of the last ones.
 
-from collections.abc import Mapping
+The patterns are of the model, and of the model under masks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from valkyrie.inference.reader import Reader
 from valkyrie.lab.decomposition.activation_errors import layers_of
 from valkyrie.lab.decomposition.masking import Masking
 from valkyrie.lab.decomposition.passes import Passes
@@ -23,6 +28,16 @@ class LayerPatterns(NamedTuple):
   masked: np.ndarray
 
 
+PatternsOfLayers = Mapping[str, LayerPatterns]  # by the names of the layers
+
+
+class TextChunk(NamedTuple):
+  """Importances g [T, C] of the T tokens of a chunk by the names of sites, and patterns of some."""
+
+  importances: Mapping[str, np.ndarray]
+  patterns: PatternsOfLayers
+
+
 def of_text(
   passes: Passes,
   params: Params,
@@ -34,27 +49,68 @@ def of_text(
 
   Raises a ConfigurationError if the model cannot read so many tokens.
   """
+  chunks = read(passes, params, tokens, masks, queries)
+  return joined([chunk.patterns for chunk in chunks], len(tokens))
+
+
+def read(
+  passes: Passes,
+  params: Params,
+  tokens: np.ndarray,
+  masks: Masking,
+  queries: int,
+) -> Iterator[TextChunk]:
+  """The chunks of a text, in which the last tokens have patterns; raises as `of_text`."""
   reader = passes.reader
   reader.check_length(len(tokens))
   factors = passes.factors(masks)
   carries = passes.fresh()
   first = max(0, len(tokens) - queries)
   for chunk, lengths in reader.chunks(carries.clean, [tokens[:first]]):
-    _, _, carries = passes.read(params, carries, chunk, lengths, *factors)
+    found = passes.read(params, carries, chunk, lengths, *factors)
+    carries = found.after
+    yield TextChunk(passes.by_name(found.importances, int(lengths[0])), {})
   names = layers_of(reader.model.parameters())
-  parts: dict[str, list[LayerPatterns]] = {}
   begin = first
   for chunk, lengths in reader.chunks(carries.clean, [tokens[first:]]):
     kinds = (Patterns(chunk.shape[1]),)
-    *both, carries = passes.read(params, carries, chunk, lengths, *factors, kinds)
+    found = passes.read(params, carries, chunk, lengths, *factors, kinds)
+    carries = found.after
     count = int(lengths[0])
-    clean, masked = (jax.device_get(dict(features.patterns or {})) for features in both)
+    clean, masked = (jax.device_get(dict(of.patterns or {})) for of in (found.clean, found.masked))
+    patterns = {}
     for path, of_clean in clean.items():
       for layer, name in enumerate(names[path]):
         pair = [_of_layer(of, layer, begin, count) for of in (of_clean, masked[path])]
-        parts.setdefault(name, []).append(LayerPatterns(*pair))
+        patterns[name] = LayerPatterns(*pair)
+    yield TextChunk(passes.by_name(found.importances, count), patterns)
     begin += count
-  return _joined(parts, len(tokens))
+
+
+def has_patterns(reader: Reader, params: Params) -> bool:
+  """Whether a mixer of the model has attention patterns."""
+  one = np.ones((1, 1), np.int32)
+  ask = functools.partial(reader.apply, activations=(Patterns(1),))
+  features, _ = jax.eval_shape(ask, params, reader.fresh(1), one, one[0])
+  return bool(features.patterns)
+
+
+def joined(chunks: Sequence[PatternsOfLayers], tokens: int) -> dict[str, LayerPatterns]:
+  """The patterns of a text of so many tokens, in the order of the layers, from its chunks."""
+  parts: dict[str, list[LayerPatterns]] = {}
+  for patterns in chunks:
+    for name, of_chunk in patterns.items():
+      parts.setdefault(name, []).append(of_chunk)
+
+  def whole(of_chunks):
+    columns = [np.pad(x, ((0, 0), (0, 0), (0, 1 + tokens - x.shape[-1]))) for x in of_chunks]
+    return np.concatenate(columns, axis=1)
+
+  found = {}
+  for name in sorted(parts, key=_number):
+    clean, masked = zip(*parts[name], strict=True)
+    found[name] = LayerPatterns(whole(clean), whole(masked))
+  return found
 
 
 def _of_layer(pattern: AttentionPattern, layer: int, begin: int, count: int) -> np.ndarray:
@@ -73,20 +129,6 @@ def _of_layer(pattern: AttentionPattern, layer: int, begin: int, count: int) -> 
   slots = min(begin, starts.shape[-1])
   of_tokens[..., :slots] += starts[..., :slots]
   return np.swapaxes(weights, 0, 1)
-
-
-def _joined(parts: Mapping[str, list[LayerPatterns]], tokens: int) -> dict[str, LayerPatterns]:
-  """The chunks of each layer, in the order of the layers."""
-
-  def whole(chunks):
-    columns = [np.pad(x, ((0, 0), (0, 0), (0, 1 + tokens - x.shape[-1]))) for x in chunks]
-    return np.concatenate(columns, axis=1)
-
-  found = {}
-  for name in sorted(parts, key=_number):
-    clean, masked = zip(*parts[name], strict=True)
-    found[name] = LayerPatterns(whole(clean), whole(masked))
-  return found
 
 
 def _number(name: str) -> tuple[int, str]:
