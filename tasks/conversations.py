@@ -34,6 +34,7 @@ class ConversationSource(TextSource):
   FORMATS = ('.jsonl', '.ndjson', '.json', '.parquet', '.arrow')
   SHARE = '0.01'
   OPTIONS = ('column', 'held_out', 'splits')
+  other_than_text = 'conversations'  # which a chat template turns into text
 
   def __init__(
     self,

@@ -34,6 +34,7 @@ class TokenSource(TextSource):
 
   FORMATS = ('.npy', '.parquet', '.arrow', '.jsonl', '.ndjson', '.json')
   OPTIONS = ('column', 'held_out', 'splits')
+  other_than_text = 'token ids'
 
   def __init__(
     self,

@@ -106,6 +106,16 @@ def test_a_text_that_does_not_fit_the_size_is_refused(tmp_path, size, content, s
   assert not (tmp_path / 'tokenizer.model').exists()
 
 
+@pytest.mark.parametrize(
+  ('task', 'said'),
+  [('token_ids', 'has token ids, but'), ('conversations', 'has conversations, but')],
+)
+def test_documents_that_are_no_text_are_refused_unread(tmp_path, task, said):
+  feed = functools.partial(TaskFeed, task, 'train', 1, 0, source=str(tmp_path / 'missing'))
+  with pytest.raises(ConfigurationError, match=f'The task {task} {said}.* Use a tokenizer that'):
+    train_vocabulary.train_vocabulary(feed, 300, tmp_path)
+
+
 def test_nothing_is_overwritten(tmp_path):
   (tmp_path / 'text.txt').write_text(WORDS)
   (tmp_path / 'tokenizer.model').write_text('mine')

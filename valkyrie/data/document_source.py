@@ -56,6 +56,8 @@ class TextDocument(NamedTuple):
 class DocumentSource(abc.ABC):
   """A source of documents; `splits` names its splits, such as ('train', 'validation')."""
 
+  other_than_text = ''  # what the documents are where they are no text, such as 'token ids'
+
   def __init__(self, splits: tuple[str, ...]):
     self.splits = splits
 
@@ -87,8 +89,7 @@ class DocumentSource(abc.ABC):
       given.insert(0, f'the source {location!r}')
     raise ConfigurationError(
       f'{type(self).__name__} has its own documents, but got {" and ".join(given)}. Remove '
-      'TaskFeed.source and '
-      'TaskFeed.options, or --source and --option.'
+      'TaskFeed.source and TaskFeed.options, or --source and --option.'
     )
 
 

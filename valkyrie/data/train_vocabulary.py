@@ -13,7 +13,7 @@ import numpy as np
 
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.config.ranges import Range
-from valkyrie.data import store_builder, vocabularies
+from valkyrie.data import document_source, store_builder, vocabularies
 from valkyrie.data.document_source import TaskReader
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.mixture import Mixture
@@ -39,7 +39,7 @@ def train_vocabulary(
   U+2581, SentencePiece's sign for a space, becomes one.
 
   Raises:
-    ConfigurationError: the file exists, or the text is too small for the size.
+    ConfigurationError: the file exists, the text is too small for the size, or there is none.
     DataError: as in a build of the store.
     StorageError: the file cannot be written.
   """
@@ -51,6 +51,8 @@ def train_vocabulary(
   opened = feed()
   feeds = opened.sources.values() if isinstance(opened, Mixture) else [opened]
   selections = [dataclasses.replace(feed.selection, vocabulary=_BYTES) for feed in feeds]
+  for selection in selections:
+    _check_text(selection.task)
   tasks = [store_builder.open_task(selection) for selection in selections]
   texts = [*sample(tasks)]
   content = trained(texts, size)
@@ -66,6 +68,18 @@ def train_vocabulary(
     f'{output}: {size:,} tokens, trained on {text_bytes:,} bytes of {sources}, '
     f'{ratio:.2f} bytes a token. Use it by --gin.vocabulary=\'"{output}"\''
   )
+
+
+def _check_text(task: str) -> None:
+  """Raises a ConfigurationError if the documents of a task are no text."""
+  _, name = document_source.loaded(task)
+  registered = document_source.TASKS.get(name)
+  if registered is not None and registered.source.other_than_text:
+    raise ConfigurationError(
+      f'The task {task} has {registered.source.other_than_text}, but a tokenizer is trained on '
+      'text. Use a tokenizer that exists (--gin.vocabulary=\'"FILE"\'), which for token ids is the '
+      'one that wrote them, or train one on a task with text, such as gin/data/text.gin.'
+    )
 
 
 def trained(texts: Sequence[str], size: int) -> bytes:
