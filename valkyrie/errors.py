@@ -193,6 +193,20 @@ def with_home(path: str) -> str:
   return expanded
 
 
+def is_there(path: str | os.PathLike) -> bool:
+  """Whether a file, a folder or a link is there, at a path that a user names.
+
+  Raises a StorageError if the system does not tell, as in a folder that this user may not search.
+  """
+  advice = 'Give this user the right to search the folders of this path, or name another one.'
+  with storage_errors(f'{path} cannot be looked up', advice):
+    try:
+      os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null character
+      return False
+  return True
+
+
 _LONGEST_PATH = 4096 - 512  # bytes of a directory: Linux allows 4096, less the names of its files
 
 

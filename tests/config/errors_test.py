@@ -1,4 +1,4 @@
-"""Paths that begin with ~, for which this machine may know no home directory."""
+"""Paths that a user names: below a home that may be unknown, and where nobody may look."""
 
 import os
 import pathlib
@@ -9,14 +9,17 @@ import sys
 import pytest
 
 from valkyrie.config import parse, paths
-from valkyrie.data import build_store, vocabularies
-from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.data import build_store, store_location, vocabularies
+from valkyrie.data.selection import Selection
+from valkyrie.errors import ConfigurationError, StorageError, with_home
 from valkyrie.inference import infer
-from valkyrie.monitoring import html_report
-from valkyrie.weights import source
+from valkyrie.lab.decomposition import exchange
+from valkyrie.monitoring import html_report, recorded_run
+from valkyrie.weights import huggingface, source
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOBODY = '~no_such_user/file'
+TOO_LONG = pathlib.Path('x' * 300)  # refused by the system as a folder without rights is
 
 
 @pytest.fixture
@@ -71,6 +74,38 @@ def test_commands_refuse_an_unknown_home_for_their_output(tmp_path, monkeypatch,
   assert html_report.main(['.', f'--output={NOBODY}']) == 78
   assert capsys.readouterr().err.count('~no_such_user') == 2
   assert not list(tmp_path.glob('~*'))
+
+
+@pytest.mark.parametrize(
+  'use',
+  [
+    lambda: parse.read_statements([str(TOO_LONG)]),
+    lambda: source.open_source(str(TOO_LONG)),
+    lambda: huggingface.configuration(TOO_LONG),
+    lambda: recorded_run.read_run(TOO_LONG),
+    lambda: exchange.read_answers(TOO_LONG),
+    lambda: store_location.open_store(
+      Selection('letters', 'train', vocabularies.ByteVocabulary()), str(TOO_LONG)
+    ),
+  ],
+)
+def test_a_path_that_cannot_be_looked_up_is_no_missing_one(use):
+  with pytest.raises(StorageError, match='cannot be looked up: File name too long'):
+    use()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_without_weights(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  tmp_path.chmod(0o311)
+  user = os.geteuid()
+  if user == 0:  # whom no rights stop
+    os.seteuid(65534)
+  try:
+    with pytest.raises(StorageError, match=r'^\. cannot be listed: Permission denied'):
+      source.open_source('.')
+  finally:
+    os.seteuid(user)
+    tmp_path.chmod(0o700)
 
 
 def test_a_python_that_reads_names_as_ascii_is_named():

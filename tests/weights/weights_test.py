@@ -471,6 +471,14 @@ def test_no_number_of_key_value_heads_means_all(tmp_path, kind):
   assert huggingface.bindings(huggingface.configuration(tmp_path))['FullAttention.kv_heads'] == 4
 
 
+@pytest.mark.parametrize('fields', [{'use_sliding_window': False}, {}])
+def test_a_qwen3_without_windows_has_full_attention_whatever_their_size(tmp_path, fields):
+  config = llama_reference.config(model_type='qwen3', sliding_window=7, **fields)
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  found = huggingface.plan(huggingface.configuration(tmp_path))
+  assert {kind.mixers for kind in found.kinds.values()} == {('FullAttention',)}
+
+
 def test_a_mistral_has_its_defaults():
   config = llama_reference.config(model_type='mistral', num_attention_heads=16)
   del config['num_key_value_heads']
@@ -579,7 +587,9 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
   assert 'layers.1.mlp.hidden: found [24, 41], expected [24, 40]' in str(error.value)
 
 
-@pytest.mark.parametrize('rules', [(('(', 'fresh'),), ('embedding',), ((1, 'fresh'),)])
+@pytest.mark.parametrize(
+  'rules', [(('(', 'fresh'),), ('embedding',), ((1, 'fresh'),), (('a', r'\1'),), (('a', 1),)]
+)
 def test_rules_are_pairs_of_a_regular_expression_and_a_name(rules):
   with pytest.raises(ConfigurationError, match=r'InitialWeights.rules (contains|has)'):
     InitialWeights('.', rules=rules)

@@ -18,7 +18,7 @@ from gin import config_parser
 from valkyrie import foreign
 from valkyrie.config import paths
 from valkyrie.config.suggest import did_you_mean, explain, unclosed
-from valkyrie.errors import ConfigurationError, reason_of, with_home
+from valkyrie.errors import ConfigurationError, is_there, reason_of, with_home
 
 WRITTEN_BY = 'valkyrie'  # in config.json: identifies the folder of a run
 RECORDED = '# All bindings of a run that were in force.\n'  # the first line of config.gin
@@ -294,8 +294,8 @@ def _find(name: str, where: str, search_paths: Sequence[str]) -> pathlib.Path:
   file = with_home(name)
   candidates = [folder / file for folder in folders]
   # A pipe, a folder or a broken link is refused as such when it is read.
-  for is_there in (os.path.isfile, os.path.lexists):
-    for path in filter(is_there, candidates):
+  for is_found in (os.path.isfile, is_there):
+    for path in filter(is_found, candidates):
       return path
   named_folder = pathlib.Path(name).parent
   known = []

@@ -26,7 +26,7 @@ from valkyrie.data import chat_template, token_store
 from valkyrie.data.selection import Selection
 from valkyrie.data.token_store import STORE_FILE, TokenStore, read_information
 from valkyrie.distributed import heartbeat
-from valkyrie.errors import DataError, StorageError, with_home
+from valkyrie.errors import DataError, StorageError, is_there, with_home
 from valkyrie.storage import file_lock, owned, whole_file
 
 _BUILD_STORE = 'valkyrie.data.build_store'
@@ -64,7 +64,7 @@ def open_store(selection: Selection, data_dir: str | None = None) -> TokenStore:
   else:
     path = store_path(selection, data_dir)
     recipe.append(f'--output={path}')
-    if not (path / STORE_FILE).exists():
+    if not is_there(path / STORE_FILE):
       build([*recipe, '--renew'], f'Building the token store {path}')
       _check_other_splits(path, selection)
       return TokenStore.open(path, selection.vocabulary)

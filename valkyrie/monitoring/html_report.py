@@ -11,14 +11,13 @@ import argparse
 from collections.abc import Sequence
 import html
 import json
-import os
 import pathlib
 import statistics
 import sys
 from typing import Any
 
 from valkyrie.distributed import console
-from valkyrie.errors import StorageError, ValkyrieError, with_home, write_errors
+from valkyrie.errors import StorageError, ValkyrieError, is_there, with_home, write_errors
 from valkyrie.monitoring.html_page import Link, document, table
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.monitoring.recorded_run import COSTS, Line, Run, read_run
@@ -243,7 +242,7 @@ def _last(lines: Sequence[Line]) -> Line:
 
 def write_folder(folder: pathlib.Path, runs: Sequence[Run]) -> None:
   """Writes index.html, a page about each run and one about all; StorageError if that fails."""
-  if os.path.lexists(folder):
+  if is_there(folder):
     raise StorageError(f'{folder} is there already. Name another --folder.')
   texts = {}
   for number, run in enumerate(runs, 1):
@@ -277,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       return 0
     text = page(recorded_runs)
     output = pathlib.Path(with_home(flags.output))
-    if output.exists():
+    if is_there(output):
       raise StorageError(f'{output} is there already. Name another --output.')
     whole_file.write(output, text.encode(errors='replace'), 'name another --output')
   except ValkyrieError as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.config.paths import TOKENIZER
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError, is_there, storage_errors
 from valkyrie.monitoring.json_lines import by_step
 from valkyrie.monitoring.pictures import can_be_drawn
 
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 def read_run(model_dir: str | os.PathLike) -> Run:
   """Reads the files of a run; raises a ValkyrieError if there are none, or one cannot be read."""
   folder = pathlib.Path(model_dir)
-  if not (folder / 'metrics.jsonl').exists():
+  if not is_there(folder / 'metrics.jsonl'):
     raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
   lines = _lines(folder, 'metrics')
   evaluations = _lines(folder, 'eval/metrics')

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from valkyrie import foreign
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, storage_errors
+from valkyrie.errors import ConfigurationError, is_there, storage_errors
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
 from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
@@ -32,6 +32,10 @@ from valkyrie.weights.name_table import Names, Renamed
 from valkyrie.weights.plan import Plan
 from valkyrie.weights.tensor_files import Tensor, read_json
 
+OF_THE_HUB = (
+  'One of the hub gets a folder by `hf download OWNER/NAME --local-dir=FOLDER`, of the package '
+  'huggingface_hub.'
+)
 _DECODERS: tuple[ModelClass, ...] = (Llama(), Mistral(), Qwen3(), Gemma3Text())
 _HYBRIDS: tuple[ModelClass, ...] = (
   GatedDeltaNet(),
@@ -51,10 +55,9 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
   Raises a ConfigurationError if there is none, or of a model that Valkyrie's blocks do not compute.
   """
   file = folder / 'config.json'
-  if not os.path.lexists(file):
+  if not is_there(file):
     raise ConfigurationError(
-      f'{folder} has no config.json. Name the folder of a model. One of the hub gets a folder by '
-      '`hf download OWNER/NAME --local-dir=FOLDER`, of the package huggingface_hub.'
+      f'{folder} has no config.json. Name the folder of a model. {OF_THE_HUB}'
     )
   found = read_json(file)
   kind = found.get('model_type')

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.errors import ConfigurationError, first_of, regular_expression
+from valkyrie.errors import ConfigurationError, converted, first_of, regular_expression
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
@@ -66,7 +66,12 @@ class InitialWeights:
           f'InitialWeights.rules contains {rule!r}. Use pairs of a regular expression and of '
           "'fresh', 'zero' or the name of a tensor."
         )
-      regular_expression('InitialWeights.rules', rule[0])
+      pattern = regular_expression('InitialWeights.rules', rule[0])
+      message = f'InitialWeights.rules has {rule[1]!r}, which cannot be filled from {rule[0]!r}'
+      advice = 'Use the groups of the pattern, \\1 for the first one.'
+      kinds = (TypeError, IndexError, re.error)
+      with converted(kinds, ConfigurationError, message, advice):
+        pattern.sub(rule[1], '')
 
   def check(self, model: Model, make: Callable[..., LanguageModel], vocabulary: str) -> None:
     """Raises a ConfigurationError where `load` would, and reads no tensor."""

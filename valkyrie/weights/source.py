@@ -6,7 +6,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.manager import LATEST, open_to_read
-from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.errors import ConfigurationError, is_there, with_home
 from valkyrie.weights import huggingface, named_tensors, tensor_files, tensor_folders
 from valkyrie.weights.named_tensors import FORMAT
 from valkyrie.weights.tensor_files import Tensor
@@ -43,7 +43,8 @@ class Source(NamedTuple):
 
 def is_run(place: pathlib.Path) -> bool:
   """Whether a source is the directory of a run."""
-  return (place / 'checkpoints').is_dir()
+  checkpoints = place / 'checkpoints'
+  return is_there(checkpoints) and checkpoints.is_dir()
 
 
 def open_source(path: str, step: str = LATEST, *, lazily: bool = False) -> Source:
@@ -55,10 +56,10 @@ def open_source(path: str, step: str = LATEST, *, lazily: bool = False) -> Sourc
   """
   path = with_home(path)
   place = pathlib.Path(path)
-  if not place.exists():
+  if not is_there(place):
     raise ConfigurationError(
       f'The weights {path} are not there. Name the directory of a run, a safetensors file, or a '
-      'folder with such files.'
+      f'folder with such files. {huggingface.OF_THE_HUB}'
     )
   if is_run(place):
     with open_to_read(path, step) as directory:

@@ -1,10 +1,12 @@
 """Folders and indexes of safetensors files: which files of a place hold which tensors."""
 
+from collections.abc import Sequence
+import os
 import pathlib
 import re
 from typing import NamedTuple
 
-from valkyrie.errors import ConfigurationError, StorageError, first_of
+from valkyrie.errors import ConfigurationError, StorageError, first_of, storage_errors
 from valkyrie.storage import foreign_names
 from valkyrie.weights.tensor_files import (
   FETCH,
@@ -17,7 +19,7 @@ from valkyrie.weights.tensor_files import (
 
 _OWN_NAME = 'model'  # the stem of the file or index that is the model, where a folder has several
 _SHARD = re.compile(rf'(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(SUFFIX)}')
-_OTHER_FORMATS = ('*.bin', '*.pt', '*.pth', '*.ckpt', '*.h5', '*.msgpack', '*.gguf')
+_OTHER_FORMATS = ('.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack', '.gguf')
 
 
 class Found(NamedTuple):
@@ -42,20 +44,18 @@ def in_files(path: pathlib.Path) -> Found:
     return _in_index(path, path.parent)
   if path.name.endswith(SUFFIX):
     return Found(TensorFile(path).tensors)
-  files = sorted(file.name for file in path.glob(f'*{SUFFIX}'))
-  others: list[str] = []
-  for pattern in _OTHER_FORMATS:
-    others += [file.name for file in path.glob(pattern)]
-  others.sort()
-  index = _index_of(path)
+  names = _names(path)
+  files = [name for name in names if name.endswith(SUFFIX)]
+  index = _index_of(path, names)
   if index is not None:
     return _in_index(index, path)
   if not files:
+    others = [name for name in names if name.endswith(_OTHER_FORMATS)]
     raise ConfigurationError(_no_weights(path, others))
-  has_index = any(path.glob(f'*{INDEX_SUFFIX}'))
-  own_file = path / f'{_OWN_NAME}{SUFFIX}'
-  if has_index and own_file.exists():
-    files = [own_file.name]
+  has_index = any(name.endswith(INDEX_SUFFIX) for name in names)
+  own_file = f'{_OWN_NAME}{SUFFIX}'
+  if has_index and own_file in files:
+    files = [own_file]
   _check_complete(path, files)
   tensors: dict[str, Tensor] = {}
   file_of: dict[str, str] = {}
@@ -71,29 +71,34 @@ def in_files(path: pathlib.Path) -> Found:
   return Found(tensors, _unread(path, files))
 
 
-def _index_of(path: pathlib.Path) -> pathlib.Path | None:
-  """The index of a folder; None if its files count."""
-  indexes = sorted(path.glob(f'*{INDEX_SUFFIX}'))
-  own = path / (_OWN_NAME + INDEX_SUFFIX)
-  single = path / (_OWN_NAME + SUFFIX)
+def _names(path: pathlib.Path) -> list[str]:
+  """The names in a folder; none if it is a file. Raises a StorageError if it cannot be listed."""
+  if not path.is_dir():
+    return []
+  with storage_errors(f'{path} cannot be listed', 'Give this user the right to list the folder.'):
+    return sorted(os.listdir(path))
+
+
+def _index_of(path: pathlib.Path, names: Sequence[str]) -> pathlib.Path | None:
+  """The index of a folder with these names; None if its files count."""
+  indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+  own = _OWN_NAME + INDEX_SUFFIX
+  single = _OWN_NAME + SUFFIX
   if own in indexes:
-    has_single = single.exists()
-    if has_single and single.name not in _weight_map(own).values():
+    if single in names and single not in _weight_map(path / own).values():
       raise ConfigurationError(
-        f'{path} has {single.name} and {own.name}, which names other files: one of the two is of '
-        f'other weights, perhaps of an earlier time. Move away the one that you do not want to '
-        'load.'
+        f'{path} has {single} and {own}, which names other files: one of the two is of other '
+        'weights, perhaps of an earlier time. Move away the one that you do not want to load.'
       )
-    return own
-  if not indexes or single.exists():
+    return path / own
+  if not indexes or single in names:
     return None
   if len(indexes) > 1:
-    names = first_of([index.name for index in indexes], 4)
     raise ConfigurationError(
-      f'{path} has {" and ".join(names)}, but no '
-      f'{own.name}. Move away those that you do not want to load.'
+      f'{path} has {" and ".join(first_of(indexes, 4))}, but no {own}. Move away those that you do '
+      'not want to load.'
     )
-  return indexes[0]
+  return path / indexes[0]
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
@@ -163,10 +168,8 @@ def _check_complete(path: pathlib.Path, files: list[str]) -> None:
 
 def _unread(path: pathlib.Path, files: list[str]) -> tuple[str, ...]:
   """The files of a folder that look like weights and are not read."""
-  names: set[str] = set()
-  for pattern in (f'*{SUFFIX}', *_OTHER_FORMATS):
-    names.update(file.name for file in path.glob(pattern))
-  return tuple(sorted(names - set(files)))
+  weights = [name for name in _names(path) if name.endswith((SUFFIX, *_OTHER_FORMATS))]
+  return tuple(name for name in weights if name not in files)
 
 
 def _no_weights(path: pathlib.Path, others: list[str]) -> str:

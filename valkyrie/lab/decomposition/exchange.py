@@ -15,7 +15,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from valkyrie import foreign
-from valkyrie.errors import DataError, reason_of
+from valkyrie.errors import DataError, is_there, reason_of
 from valkyrie.storage import whole_file
 
 LONGEST_ANSWER = 100_000  # characters
@@ -75,7 +75,7 @@ def read_answers(path: pathlib.Path) -> dict[str, str]:
 
   Raises a DataError if it is something else.
   """
-  if not path.exists():
+  if not is_there(path):
     return {}
   answers = {}
   for place, fields in objects(path, answer=str):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from valkyrie import foreign
+from valkyrie.errors import is_there
 from valkyrie.lab.decomposition import exchange
 from valkyrie.lab.decomposition.exchange import Request
 from valkyrie.lab.decomposition.shown import Component, Decode, ShownSite, Token, Window, pieces
@@ -135,7 +136,7 @@ def read(folder: pathlib.Path, components: Sequence[Described]) -> Labels:
 
 def by_place(folder: pathlib.Path) -> dict[tuple[str, int], str]:
   """{(name of a site, number of a component): label} of a folder; raises as `read`."""
-  if not (folder / LABELS).exists() or not (folder / COMPONENTS).exists():
+  if not is_there(folder / LABELS) or not is_there(folder / COMPONENTS):
     return {}
   components = described(folder)
   found = read(folder, components).by_id

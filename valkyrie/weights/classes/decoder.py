@@ -61,16 +61,16 @@ class Decoder(ModelClass):
   has_head_norms = False
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
-    super().checked(file, self._without_full_layers(found))
-    rope.check(file, found)
-    if found.get('hidden_act', 'silu') != 'silu':
+    config = super().checked(file, self._without_full_layers(found))
+    rope.check(file, config)
+    if config.get('hidden_act', 'silu') != 'silu':
       raise ConfigurationError(
-        f'{file} has hidden_act: {found["hidden_act"]!r:.80}, but Valkyrie has only silu. '
+        f'{file} has hidden_act: {config["hidden_act"]!r:.80}, but Valkyrie has only silu. '
         'Take a model with silu.'
       )
     # Null is a default, except for a window and for as many keys as queries.
     meant = ('sliding_window', 'num_key_value_heads')
-    return {name: value for name, value in found.items() if value is not None or name in meant}
+    return {name: value for name, value in config.items() if value is not None or name in meant}
 
   def _without_full_layers(self, found: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without those that say that every layer has full attention."""
