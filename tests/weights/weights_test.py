@@ -542,6 +542,10 @@ def test_positions_that_one_factor_slows_are_written_as_they_were_read(tmp_path)
 
 
 def test_another_scaling_of_positions_is_refused():
+  scaling = {'type': 'default', 'rope_type': 'linear', 'factor': 4.0}
+  both = llama_reference.config(rope_scaling=scaling)
+  with pytest.raises(ConfigurationError, match="rope_type 'linear' and of type 'default'"):
+    huggingface.gin_text(both)
   config = llama_reference.config(rope_scaling={'rope_type': 'yarn', 'factor': 4.0})
   with pytest.raises(ConfigurationError, match="rope_type 'yarn'"):
     huggingface.bindings(config)

@@ -49,6 +49,12 @@ def bindings(config: Mapping[str, Any], default_base: float = 10_000.0) -> dict[
   scaling = inside(config)
   base = scaling.get('rope_theta') or config.get('rope_theta', default_base)
   kind = scaling.get('rope_type') or scaling.get('type') or 'default'
+  older = scaling.get('type') or kind  # before transformers 4.43
+  if older != kind:
+    raise ConfigurationError(
+      f'The configuration has rotary positions of rope_type {kind!r:.40} and of type '
+      f'{older!r:.40}, two spellings of one field. Remove the one that does not count.'
+    )
   found = {'Rotary.base': float(base), 'Rotary.factor': 1.0}
   if kind == 'llama3':
     missing = [name for name, _, _ in _SCALING if scaling.get(name) is None]
