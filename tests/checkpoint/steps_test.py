@@ -89,6 +89,24 @@ def test_one_flipped_bit_is_found(run, name):
     assert checkpoints.latest_step() == 3
 
 
+def test_readers_of_a_process_hash_a_file_once_and_again_if_it_changes(run, monkeypatch):
+  monkeypatch.setattr(manifest, '_TICK', 0)
+  monkeypatch.setattr(manifest, '_digests', {})
+  open_to_read(run, '3').close()
+  digests = dict(manifest._digests)
+  files = [path for path in (run / 'checkpoints/3').rglob('*') if path.is_file()]
+  assert len(digests) == len(files) - 1  # but the manifest
+  manifest._digests.update(dict.fromkeys(digests, 'of another file'))
+  with pytest.raises(StorageError, match='has changed since it was saved'):
+    open_to_read(run, '3')
+  with Checkpoints().open(run) as checkpoints:  # a trainer reads all of them
+    assert checkpoints.latest_step() == 3
+  manifest._digests.update(digests)
+  flip(run / 'checkpoints/3/record.json', 50)
+  with pytest.raises(StorageError, match=r'record\.json has changed since it was saved'):
+    open_to_read(run, '3')
+
+
 def test_a_damaged_step_is_set_aside_and_the_run_continues_from_the_one_before(run, caplog):
   flip(next((run / 'checkpoints' / '3' / 'state' / 'd').iterdir()), 50)
   damaged = {p.name: p.read_bytes() for p in (run / 'checkpoints' / '3').rglob('*') if p.is_file()}

@@ -136,7 +136,7 @@ class BucketSteps:
         steps.add(int(step))
     return steps
 
-  def files(self, step: int) -> BucketFiles:
+  def files(self, step: int, once: bool = False) -> BucketFiles:
     return BucketFiles(self._bucket, _folder(step))
 
   def path(self, step: int) -> Any:

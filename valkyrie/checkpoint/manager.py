@@ -128,7 +128,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """Finds the step to read; the trainer also sets aside damaged steps and deletes litter."""
     with state_files.checkpoint_errors(f'{self.directory} cannot be opened'):
       order = steps.in_order_of_preference(self._steps, step)
-      newest, damaged = steps.first_valid(self._steps, order)
+      newest, damaged = steps.first_valid(self._steps, order, once=self._read_only)
       if self._lock:
         self._steps.open()
         self._steps.set_aside(damaged)

@@ -23,6 +23,7 @@ import hashlib
 import os
 import pathlib
 import re
+import time
 from typing import Any, Protocol
 
 from valkyrie import foreign
@@ -34,6 +35,9 @@ _LITTER = re.compile(r'(\d{1,18})(?:\.\d+)?\.(?:unfinished|deleted)-[0-9a-f]{32}
 SHA256 = 'sha256'
 MD5 = 'md5'
 _READERS = 4  # threads: hashing releases Python's lock
+_TICK = 2 * 10**9  # nanoseconds: no file system's clock is coarser
+_MOST_DIGESTS = 2**16
+_digests: dict[tuple[Any, ...], str] = {}  # of the files that this process has read once
 
 
 class Files(Protocol):
@@ -59,10 +63,14 @@ class Files(Protocol):
 class DiskFiles:
   """The files of a step in a folder, as `Files`."""
 
-  def __init__(self, place: pathlib.Path, sync: bool = False):
-    """With `sync`, `digests` flushes each file to disk."""
+  def __init__(self, place: pathlib.Path, sync: bool = False, once: bool = False):
+    """With `sync`, `digests` flushes each file to disk.
+
+    With `once`, a file that this process has read so is read again only if it has changed since.
+    """
     self._place = place
     self._sync = sync
+    self._once = once
 
   def read(self, name: str) -> bytes:
     with _named(self._place / name):
@@ -87,7 +95,12 @@ class DiskFiles:
     def of_file(name):
       path = self._place / name
       with _named(path), open(path, 'rb') as file:
+        key = algorithm, *_identity(os.fstat(file.fileno()))
+        if self._once and key in _digests:
+          return _digests[key]
         digest = hashlib.file_digest(file, algorithm).hexdigest()
+        if self._once:
+          _remember(key, digest)
         if self._sync:
           os.fsync(file.fileno())
       return digest
@@ -99,6 +112,22 @@ class DiskFiles:
     """Bytes."""
     sizes = [file.stat().st_size for file in self._place.rglob('*')]
     return sum(sizes)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+  """Numbers of a file that differ after it was changed or replaced."""
+  times = status.st_mtime_ns, status.st_ctime_ns
+  return status.st_dev, status.st_ino, status.st_size, *times
+
+
+def _remember(key: tuple[Any, ...], digest: str) -> None:
+  """Keeps the digest of a file, unless it has changed just now: it may in the same tick again."""
+  *_, changed = key
+  if time.time_ns() - changed < _TICK:
+    return
+  if len(_digests) >= _MOST_DIGESTS:
+    _digests.clear()
+  _digests[key] = digest
 
 
 def is_step(name: str) -> bool:

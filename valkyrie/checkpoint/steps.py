@@ -60,8 +60,8 @@ class DiskSteps:
         steps.append(int(place.name))
     return sorted(steps)
 
-  def files(self, step: int) -> DiskFiles:
-    return DiskFiles(self.path(step))
+  def files(self, step: int, once: bool = False) -> DiskFiles:
+    return DiskFiles(self.path(step), once=once)
 
   def path(self, step: int) -> pathlib.Path:
     """The folder of a step, for Orbax."""
@@ -238,9 +238,14 @@ def steps_of(model_dir: str | os.PathLike) -> Steps:
   return DiskSteps(directory)
 
 
-def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[int, str]]:
+def first_valid(
+  steps: Steps,
+  order: Iterable[int],
+  once: bool = False,
+) -> tuple[int | None, dict[int, str]]:
   """The first valid step in an order, None if it is empty; and {step: damage} of steps before it.
 
+  With `once`, files that this process has read so are read again only if they have changed since.
   Raises a StorageError if all steps are damaged.
   """
   damaged = {}
@@ -250,7 +255,7 @@ def first_valid(steps: Steps, order: Iterable[int]) -> tuple[int | None, dict[in
       'Nothing was changed. Repair the disk and run the same command again, or move '
       f'{steps.path(step)} away to use the step before.',
     ):
-      damage = manifest.damage(steps.files(step), step)
+      damage = manifest.damage(steps.files(step, once), step)
     if damage is None:
       return step, damaged
     damaged[step] = damage
