@@ -3,13 +3,13 @@
 import math
 import os
 import pathlib
-import socket
 import stat
 import subprocess
 import sys
 import time
 from typing import Any
 
+from held_ports import held_port
 import jax
 import jax.numpy as jnp
 import pytest
@@ -201,9 +201,7 @@ def test_a_directory_of_another_user_is_not_used(start, tmp_path):
 
 def test_the_programs_of_other_processes_are_kept_too(tmp_path):
   def start(may_compile):
-    with socket.socket() as one:
-      one.bind(('127.0.0.1', 0))
-      address = f'127.0.0.1:{one.getsockname()[1]}'
+    address = f'127.0.0.1:{held_port()}'
     flags = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=1'
     environment = {'JAX_COMPILATION_CACHE_DIR': '', 'VALKYRIE_CACHE': str(tmp_path)}
     both = [

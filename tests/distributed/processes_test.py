@@ -8,10 +8,10 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
+from held_ports import held_port
 import jax
 import layouts
 import numpy as np
@@ -93,15 +93,9 @@ def folder(tmp_path_factory):
   return path
 
 
-def free_address():
-  with socket.socket() as one:
-    one.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{one.getsockname()[1]}'
-
-
 def start(folder, count, *arguments, acts='0 0 none', command=(sys.executable,), read='read'):
   """Starts the processes of a run, with 8 devices together."""
-  address = free_address()
+  address = f'127.0.0.1:{held_port()}'
   tests = ROOT / 'tests'
   folders = (ROOT, ROOT / 'docs' / 'examples', tests / 'support', folder)
   return [
@@ -303,7 +297,7 @@ def test_a_process_that_no_other_joins_ends_with_75(folder):
     f'--model_dir={folder / "alone"}',
     '--processes=2',
     '--process=1',
-    f'--coordinator={free_address()}',
+    f'--coordinator=127.0.0.1:{held_port()}',
     '--join_seconds=1',
     *FLAGS,
   )

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import time
 
+from support.held_ports import held_port
+
 from faults.table import Unavailable
 
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'scancel')
@@ -71,9 +73,8 @@ class Cluster:
     key.write_bytes(os.urandom(1024))
     user = subprocess.run(['id', '-un'], capture_output=True, text=True, check=True).stdout.strip()
     host = socket.gethostname().partition('.')[0]
-    text = CONFIGURATION.format(
-      folder=folder, host=host, user=user, ports=_free_ports(2), lost=LOST_SECONDS
-    )
+    ports = [held_port(), held_port()]
+    text = CONFIGURATION.format(folder=folder, host=host, user=user, ports=ports, lost=LOST_SECONDS)
     (folder / 'slurm.conf').write_text(text)
 
   def __enter__(self) -> 'Cluster':
@@ -175,11 +176,3 @@ def until(what: str, condition: Callable[[], object], seconds: float = 300.0) ->
     if time.monotonic() > end:
       raise AssertionError(f'after {seconds:g} s it is not true that {what}')
     time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-  with contextlib.ExitStack() as stack:
-    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-    for one in sockets:
-      one.bind(('127.0.0.1', 0))
-    return [one.getsockname()[1] for one in sockets]

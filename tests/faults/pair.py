@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 import functools
-import socket
 import subprocess
 import sys
+
+from support.held_ports import held_port
 
 from faults.harness import CORES, Harness, ended, keep_to
 
@@ -40,7 +41,7 @@ class Pair:
       each: options of `Harness.start` of each.
       supervised: whether each has a supervisor.
     """
-    address = _free_address()
+    address = f'127.0.0.1:{held_port()}'
     return [
       self.harness.start(
         self.of(process),
@@ -83,12 +84,6 @@ class Pair:
   def forget(self) -> None:
     """Deletes the files of the pair."""
     self.harness.forget(self.name)
-
-
-def _free_address() -> str:
-  with socket.socket() as one:
-    one.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{one.getsockname()[1]}'
 
 
 @functools.cache
