@@ -5,7 +5,7 @@ of a gather or a scatter, which sends twice the bytes. A gather begins with the 
 leaves a smaller array for the other messages. A scatter ends with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax import lax
 
@@ -28,3 +28,13 @@ def reduce_scatter(x: Array, axes: Sequence[str], dimension: int) -> Array:
     over = tuple(axes[first : first + _AT_ONCE])
     x = lax.psum_scatter(x, over, scatter_dimension=dimension, tiled=True)
   return x
+
+
+def bit_for_bit(send: Callable[[Array], Array], x: Array) -> Array:
+  """What `send` makes of x by a sum in which one device has each number, and the others have 0.
+
+  The bits are summed in place of the numbers: a sum of floats loses the sign of -0.
+  """
+  bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
+  sent = send(bits)
+  return lax.bitcast_convert_type(sent, x.dtype)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from valkyrie.sharding import ambient
+from valkyrie.sharding import ambient, messages
 from valkyrie.types import Array, Carry
 
 T = TypeVar('T')
@@ -138,8 +138,7 @@ def broadcast_carry(carry: Carry) -> Carry:
   def broadcast(x, stays):
     if stays:
       return x
-    bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
-    return lax.bitcast_convert_type(broadcast_from(bits, index() == 0), x.dtype)
+    return messages.bit_for_bit(lambda bits: broadcast_from(bits, index() == 0), x)
 
   return jax.tree.map(broadcast, carry, is_over_time(carry))
 

@@ -45,7 +45,7 @@ class DocumentCache(NamedTuple):
 
   def replaced_by(self, tokens: int) -> 'DocumentCache':
     """The slots from the next one on of so many tokens, of which each device holds its share."""
-    at = self._slots_of_chunk(tokens)
+    at = _slots_of_chunk(self.slots, self.following, tokens)
     axis = at.ndim - 1
 
     def read(held):
@@ -58,25 +58,13 @@ class DocumentCache(NamedTuple):
   def put_back(self, replaced: 'DocumentCache') -> 'DocumentCache':
     """The cache before the tokens for which `replaced_by` gave these slots."""
     tokens = replaced.slots.content.segment_ids.shape[-1]
-    at = replaced._replace(slots=self.slots)._slots_of_chunk(tokens)
+    at = _slots_of_chunk(self.slots, replaced.following, tokens)
 
     def write(held, share):
       return _written(held, at, _of_chunk(share, at.ndim - 1))
 
     slots = jax.tree.map(write, self.slots, replaced.slots)
     return DocumentCache(slots, replaced.following)
-
-  def _slots_of_chunk(self, tokens: int) -> Array:
-    """Where this device has the slots of a whole chunk, [..., B, N]; beyond its end if not here."""
-    devices, device = _place()
-    held = self.slots.content.segment_ids.shape[-1]
-    following = _of_first_device(self.following)
-    count = min(tokens, held) * devices
-    token = jnp.expand_dims(jnp.arange(count), range(following.ndim))
-    slot = (following[..., None] + token) % (held * devices)
-    at = slot - device * held
-    is_held = (at >= 0) & (at < held)
-    return jnp.where(is_held, at, held + token)
 
 
 def empty_cache(
@@ -165,6 +153,22 @@ def in_order(
   return before, chunk, first
 
 
+def _slots_of_chunk(slots: OverTime, following: Array, tokens: int) -> Array:
+  """Where this device has the slots of a chunk whose first one is `following`, [..., B, N].
+
+  The places are beyond the end of `slots` where another device has them.
+  """
+  devices, device = _place()
+  held = slots.content.segment_ids.shape[-1]
+  first = _of_first_device(following)
+  count = min(tokens, held) * devices
+  token = jnp.expand_dims(jnp.arange(count), range(first.ndim))
+  slot = (first[..., None] + token) % (held * devices)
+  at = slot - device * held
+  is_held = (at >= 0) & (at < held)
+  return jnp.where(is_held, at, held + token)
+
+
 def _place() -> tuple[int, Array | int]:
   """(how many devices share a chunk, the number of this one)."""
   if not sequence_parallel.axes():
@@ -193,9 +197,7 @@ def _share(x: Array, axis: int) -> Array:
   axes = sequence_parallel.axes()
   if not axes:
     return x
-  bits = lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')  # a sum of floats loses -0
-  pieces = messages.reduce_scatter(bits, axes, axis)
-  return lax.bitcast_convert_type(pieces, x.dtype)
+  return messages.bit_for_bit(lambda bits: messages.reduce_scatter(bits, axes, axis), x)
 
 
 def _over_devices(out: Array, log_total: Array) -> Array:
