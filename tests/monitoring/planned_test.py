@@ -11,12 +11,15 @@ import pytest
 import tiny
 
 from valkyrie.models.recurrence.gated import GatedRecurrence
+from valkyrie.models.recurrence.rg_lru import RGLRU
 from valkyrie.monitoring import memory, planned
 from valkyrie.training.train_state import TrainState
 
 WIDTH = 16
 MLP = 3 * WIDTH * 24
 UNEMBEDDING = WIDTH * tiny.VOCABULARY
+LRU = functools.partial(RGLRU, width=32, heads=4)
+GATED_LRU = functools.partial(GatedRecurrence, width=32, recurrence=LRU)
 RECURRENCE = functools.partial(GatedRecurrence, width=32, recurrence=tiny.s5)
 
 
@@ -27,6 +30,8 @@ RECURRENCE = functools.partial(GatedRecurrence, width=32, recurrence=tiny.s5)
   ((tiny.s5,), 4 * 8 * WIDTH, 8 * 8),
   # The input, gate and output; B and C inside; the four taps, and the eight states.
   ((RECURRENCE,), 3 * WIDTH * 32 + 4 * 8 * 32, 2 * 4 * 32 + 8 * 8),
+  # The same with two gates of four blocks inside; two gated inputs and the states.
+  ((GATED_LRU,), 3 * WIDTH * 32 + 2 * 4 * 8 * 8, 2 * 4 * 32 + 4 * 32),
 ])  # fmt: skip
 def test_operations_are_of_weights_or_between_tokens(mixers, elements, others):
   model = tiny.model(mixers=mixers)

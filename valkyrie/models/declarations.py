@@ -17,7 +17,8 @@ class Declared:
   """A Haiku initializer, through which Haiku's getters and creators see a declaration.
 
   `matrix` makes of a parameter the matrix [D_in, D_out] by which it multiplies activations, if its
-  module takes every kind of `matrices.Matrix`.
+  module takes every kind of `matrices.Matrix`. With `in_blocks` it is the blocks [blocks, inputs,
+  outputs] of a block-diagonal matrix that multiplies activations.
   """
 
   init: Callable  # gives the first values, in float32
@@ -25,6 +26,7 @@ class Declared:
   cast: DType | None  # the dtype to which every use casts it; None if it is used in float32
   in_products: bool = False  # it is multiplied only by `matrices.products`
   matrix: Callable[[Array], Array] | None = None
+  in_blocks: bool = False
 
   def __call__(self, shape: Sequence[int], dtype: DType) -> Array:
     return self.init(shape, jnp.float32).astype(dtype)
@@ -47,7 +49,7 @@ def stored_as(dtype: DType) -> Callable:
 
 
 class Parameter(NamedTuple):
-  """The shape and dtype of a parameter, and its `axes`, `cast` and `matrix`, see `Declared`.
+  """The shape and dtype of a parameter, and its declaration, see `Declared`.
 
   The axes begin with the layer stack's; they are None where the module declares none.
   """
@@ -56,6 +58,7 @@ class Parameter(NamedTuple):
   axes: Axes | None
   cast: DType | None
   matrix: Callable[[Array], Array] | None = None
+  in_blocks: bool = False
 
 
 Parameters = Mapping[str, Mapping[str, Parameter]]  # {module: {name: its parameter}}

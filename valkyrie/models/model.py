@@ -236,7 +236,7 @@ def created(make: Callable[[], Any]) -> tuple[Callable[[Array], Params], Callabl
     layer_axes = len(leaf.shape) - len(declared.axes)
     stacked = ('layers',) * layer_axes
     axes = stacked + declared.axes
-    return Parameter(leaf, axes, declared.cast, declared.matrix)
+    return Parameter(leaf, axes, declared.cast, declared.matrix, declared.in_blocks)
 
   @functools.cache
   def parameters():

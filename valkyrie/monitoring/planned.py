@@ -85,6 +85,6 @@ def _forward_flops_of_weights(model: Model) -> int:
     if insert is not None and module.startswith(insert):  # it does not read every token
       continue
     for declared in group.values():
-      if declared.matrix is not None:
+      if declared.matrix is not None or declared.in_blocks:
         elements += math.prod(declared.shape.shape)
   return 2 * elements

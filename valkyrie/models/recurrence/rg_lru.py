@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
+from valkyrie.models.declarations import Declared
 from valkyrie.models.layers import Module, parameter
 from valkyrie.models.precision import wide
 from valkyrie.models.recurrence import scan, sharded_scan
@@ -146,7 +147,8 @@ class RGLRU(Module):
     init = hk.initializers.RandomNormal(block**-0.5)
     shape = (self.heads, block, block)
     axes = ('heads', None, None)
-    return parameter(f'{gate}_gate', shape, init, axes=axes, cast=cast)
+    declared = Declared(init, axes, cast, in_blocks=True)
+    return hk.get_parameter(f'{gate}_gate', shape, init=declared)
 
   def _lambda_init(self, shape, dtype) -> Array:
     """Λ where c softplus(Λ) / 2 is the reciprocal of a time constant in the range."""
