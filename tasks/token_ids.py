@@ -82,7 +82,10 @@ class TokenSource(TextSource):
       ids = np.asarray(found)
     except (ValueError, OverflowError):  # lists of several lengths, or numbers beyond 64 bits
       ids = np.asarray(None)
-    is_list = ids.ndim == 1 and ids.dtype.kind in 'iu'
+    has_truths = isinstance(found, list) and bool in map(
+      type, found
+    )  # numpy counts them as 0 and 1
+    is_list = ids.ndim == 1 and ids.dtype.kind in 'iu' and not has_truths
     if not is_list and isinstance(found, np.ndarray):
       raise DataError(
         f'{place} has values of {found.dtype}, expected integers. Save the array again: '
@@ -117,7 +120,8 @@ def _check_range(ids: np.ndarray, vocabulary: Vocabulary, place: str) -> None:
     raise DataError(
       f'{place} has the token id {ids[at]} at its place {at}, but the vocabulary '
       f'{vocabulary.file or vocabulary.fingerprint} has the ids 0 to {vocabulary.size - 1}. Use '
-      'the tokenizer that wrote the ids (--gin.vocabulary=\'"FILE"\'), or leave the row out.'
+      'the tokenizer that wrote the ids (--gin.vocabulary=\'"FILE"\', or --vocabulary=FILE of '
+      'build_store), or leave the row out.'
     )
 
 

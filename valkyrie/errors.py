@@ -102,6 +102,7 @@ _REMEDIES: dict[int | None, str] = {
   errno.EPERM: 'Give this user the right to write there',
   errno.EROFS: 'Mount that file system for writing',
   errno.EEXIST: 'Move away what is there',
+  errno.ENOENT: 'Make the folder that is missing',
   errno.ENOTDIR: 'Move away the file in its path, where a folder is expected',
   errno.EISDIR: 'Move away the folder there, where a file is expected',
   errno.ENAMETOOLONG: 'Shorten the name',
@@ -182,8 +183,13 @@ def with_home(path: str) -> str:
   """The path with a home directory in place of a `~` or `~USER` before its first slash.
 
   Raises a ConfigurationError if there is no such directory: Python would leave the `~`, and a
-  folder of this name would appear.
+  folder of this name would appear; and for an empty path, which would be the current folder.
   """
+  if not path:
+    raise ConfigurationError(
+      'A path is empty, like that of a shell variable without a value. Write the path, or a dot '
+      'for the current folder.'
+    )
   expanded = os.path.expanduser(path)
   if expanded == path and path.startswith('~') and (path == '~' or '/' in path):
     raise ConfigurationError(
@@ -227,7 +233,7 @@ def usable_path(name: str, path: str) -> str:
     )
   if '://' in path:
     raise ConfigurationError(
-      f'{name}={path} is the address of storage that cannot be used. Use a directory; only '
+      f'{name}={path} is the address of storage that cannot be used. Use a path; only '
       '--model_dir may also be in a bucket of Google Cloud Storage: gs://BUCKET/FOLDER.'
     )
   path = with_home(path)

@@ -72,7 +72,7 @@ def run(
   from valkyrie.config.load import check_call, load_gin  # noqa: PLC0415
 
   directory = None
-  if flags.model_dir:
+  if flags.model_dir is not None:
     directory = run_directory.opened(flags.model_dir)
   search_paths = ','.join(flags.gin_search_paths).split(',')
   statements = load_gin(

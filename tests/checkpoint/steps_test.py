@@ -110,6 +110,10 @@ def test_readers_of_a_process_hash_a_file_once_and_again_if_it_changes(run, monk
 def test_a_damaged_step_is_set_aside_and_the_run_continues_from_the_one_before(run, caplog):
   flip(next((run / 'checkpoints' / '3' / 'state' / 'd').iterdir()), 50)
   damaged = {p.name: p.read_bytes() for p in (run / 'checkpoints' / '3').rglob('*') if p.is_file()}
+  with open_to_read(run) as checkpoints:
+    assert checkpoints.latest_step() == 2
+  assert 'checkpoints/3 is damaged: ' in caplog.text
+  assert 'Step 2 is used in its place' in caplog.text
   assert_continues_after(run, 2)
   kept = {p.name: p.read_bytes() for p in (run / 'set_aside' / '3').rglob('*') if p.is_file()}
   assert kept == damaged
@@ -382,7 +386,7 @@ def test_a_damaged_step_on_another_disk_is_set_aside_there(run, tmp_path, monkey
   assert_continues_after(run, 2)
   assert (other / 'set_aside' / '3' / 'record.json').exists()
   assert not (run / 'set_aside').exists()
-  assert f'Moved to {run}/checkpoints/set_aside/3' in caplog.text
+  assert f'Moved {run}/checkpoints/3 to {run}/checkpoints/set_aside/3' in caplog.text
   with Checkpoints().open(run) as checkpoints:
     assert checkpoints.latest_step() == 3
 

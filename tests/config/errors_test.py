@@ -8,11 +8,13 @@ import sys
 
 import pytest
 
+from valkyrie import main
 from valkyrie.config import parse, paths
 from valkyrie.data import build_store, store_location, vocabularies
 from valkyrie.data.selection import Selection
 from valkyrie.errors import ConfigurationError, StorageError, with_home
-from valkyrie.inference import infer
+from valkyrie.inference import export, infer
+from valkyrie.lab.comparison import compare
 from valkyrie.lab.decomposition import exchange
 from valkyrie.monitoring import html_report, recorded_run
 from valkyrie.weights import huggingface, source
@@ -67,13 +69,51 @@ def test_an_unknown_home_is_refused(use):
     use()
 
 
-def test_commands_refuse_an_unknown_home_for_their_output(tmp_path, monkeypatch, capsys):
+def test_the_program_that_prints_a_model_names_an_unknown_home(capsys):
+  assert huggingface.main([NOBODY]) == 78
+  assert "in '~no_such_user/file' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'use',
+  [
+    lambda: main.run(['--gin_file=gin/tiny_cpu.gin', '--model_dir=', '--run_mode=explain']),
+    lambda: parse.read_statements(['']),
+    lambda: source.open_source(''),
+    lambda: infer._writer('').__enter__(),
+    lambda: export.export('run', '', opened=lambda: None, model=lambda: None),
+    lambda: store_location.store_path(
+      Selection('letters', 'train', vocabularies.ByteVocabulary()), ''
+    ),
+  ],
+)
+def test_an_empty_path_is_not_the_current_folder(use):
+  with pytest.raises(ConfigurationError, match='A path is empty'):
+    use()
+
+
+def test_a_missing_folder_of_an_output_is_to_be_made(tmp_path):
+  advice = 'No such file or directory .* Make the folder that is missing, or name another --output'
+  with pytest.raises(StorageError, match=advice), infer._writer(str(tmp_path / 'no' / 'x.jsonl')):
+    pass
+
+
+@pytest.mark.parametrize('output', [NOBODY, 'gs://bucket/output'])
+def test_commands_refuse_an_output_that_would_be_a_folder_of_this_name(
+  tmp_path, monkeypatch, capsys, output
+):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "step_seconds": 1.0, "loss": 2.0}\n')
-  assert build_store.main(['--task=text', f'--output={NOBODY}']) == 78
-  assert html_report.main(['.', f'--output={NOBODY}']) == 78
-  assert capsys.readouterr().err.count('~no_such_user') == 2
-  assert not list(tmp_path.glob('~*'))
+  assert build_store.main(['--task=text', f'--output={output}']) == 78
+  assert html_report.main(['.', f'--output={output}']) == 78
+  assert html_report.main(['.', f'--folder={output}']) == 78
+  assert compare.main(['--gin_file=gin/words_cpu.gin', '--seconds=1', f'--results={output}']) == 78
+  assert capsys.readouterr().err.count(output) == 4
+  with pytest.raises(ConfigurationError, match=output):
+    export.export('run', output, opened=lambda: None, model=lambda: None)
+  with pytest.raises(ConfigurationError, match=output):
+    infer._writer(output).__enter__()
+  assert not [*tmp_path.glob('~*'), *tmp_path.glob('gs:*')]
 
 
 @pytest.mark.parametrize(

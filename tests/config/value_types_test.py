@@ -54,6 +54,21 @@ def load(binding):
     ('StepSettings.model=3.5', 'a reference to LanguageModel, not a number (3.5)'),
     ('StepSettings.model=None', 'a reference to LanguageModel, not None'),
     ('Block.mixers=(@S5, None)', 'a reference to SequenceMixer, not (@S5, None)'),
+    ('train.checkpoints=(@Checkpoints(),)', 'Checkpoints, such as @NAME(), not (@Checkpoints(),)'),
+    ('train.checkpoints=None', 'Checkpoints, such as @NAME(), not None'),
+    ('train.profile_steps=10', '2 values in brackets or None, not an integer (10)'),
+    ('train.profile_steps=(1, 2, 3)', '2 values in brackets or None, not (1, 2, 3)'),
+    ('train.log_every=((1, 1), (5,))', 'an integer or 2 values in brackets, not ((1, 1), (5,))'),
+    ("Partitioner.mesh=(('data', 'x'),)", "an integer, not (('data', 'x'),)"),
+    (
+      "Partitioner.axis_rules=(('embed', 1),)",
+      "a string or several in brackets, each a string or None, not (('embed', 1),)",
+    ),
+    (
+      "TaskFeed.options='column'",
+      "values by name in braces, such as {'NAME': 1} or None, not a string ('column')",
+    ),
+    ('TaskFeed.options={1: 2}', 'a string or None, not {1: 2}'),
   ],
 )
 def test_a_part_of_another_type_is_refused(binding, expected):

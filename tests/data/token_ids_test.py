@@ -23,8 +23,13 @@ def write(file, rows):
   if file.suffix == '.npy':
     np.save(file, rows)
     return
+  if file.suffix == '.npz':
+    np.savez(file, rows)
+    return
   if file.suffix == '.jsonl':
-    lines = (json.dumps({'input_ids': np.asarray(row).tolist()}) for row in rows)
+    lines = (
+      json.dumps({'input_ids': row if isinstance(row, list) else row.tolist()}) for row in rows
+    )
     file.write_text('\n'.join(lines))
     return
   table = pa.table({'input_ids': list(rows)})
@@ -105,6 +110,8 @@ def with_id(value, rows=ROWS):
       r'Row 9 of .*a\.parquet has 5 token ids, and the first row of the source has 9\. Write all',
     ),
     ('a.jsonl', [*ROWS[:1], ROWS[1, :5]], r'Line 2 of .*a\.jsonl has 5 token ids'),
+    ('a.jsonl', [[3, True, 4]], r'Line 1 of .* has \[3, True, 4\] in the column input_ids'),
+    ('a.npz', ROWS, r'a\.npz has no name of a known format, .* no column input_ids\. .* \.npy'),
     ('a.parquet', ['3 4 5'], r"Row 1 of .*a\.parquet has '3 4 5' in the column input_ids"),
     ('a.parquet', [[0.5, 1.0]], r'Row 1 of .*a\.parquet has \[0\.5, 1\.0\]'),
     ('a.parquet', [[[1, 2], [3]]], r'Row 1 of .*a\.parquet has \[\[1, 2\], \[3\]\]'),

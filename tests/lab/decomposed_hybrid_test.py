@@ -2,12 +2,14 @@
 
 import functools
 
+import gin
 from hybrid_classes_reference import Qwen35
 import hybrid_folders
 import numpy as np
 import tiny_run
 
 import valkyrie
+from valkyrie import main
 from valkyrie.lab.decomposition import text_patterns
 from valkyrie.weights import huggingface
 
@@ -41,6 +43,14 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   start(f'--gin_file={tmp_path / "run.gin"}', f'--gin_file={model}', '--gin.train_steps=1')
   (tmp_path / 'own.txt').write_text('abcba' * 8)
   own = f'--gin.components.texts=("{tmp_path / "own.txt"}",)'
+  labels = run / 'labels_1'
+  labels.mkdir()
+  (labels / 'labels.jsonl').write_text('{"id": 1}\n')
+  gin.clear_config(clear_constants=True)
+  flags = (f'--model_dir={run}', '--run_mode=components', '--gin.components.labeled=1')
+  assert main.main(flags) == 65
+  assert not (labels / 'prompts.jsonl').exists()  # it was refused before anything was harvested
+  (labels / 'labels.jsonl').unlink()
   said = start('--run_mode=components', '--gin.components.labeled=1', own)
   assert 'asks for labels of' in said and (run / 'components_1' / 'index.html').exists()
   assert f'"attention":["{ATTENTION}"]' in (run / 'components_1' / 'data' / 'index.js').read_text()

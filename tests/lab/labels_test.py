@@ -271,6 +271,9 @@ def cut_connection(handler):
 
 PASSING = {
   'busy': (lambda h: send(h, 429, b'wait', Retry_After='7'), 7.0),
+  'until': (lambda h: send(h, 429, b'', Retry_After='Wed, 21 Oct 2150 07:28:00 GMT'), 60.0),
+  'past': (lambda h: send(h, 429, b'', Retry_After='Wed, 21 Oct 2015 07:28:00 GMT'), 0.0),
+  'when': (lambda h: send(h, 429, b'', Retry_After='soon'), 1.0),
   'down': (lambda h: send(h, 503, b'<html>'), 1.0),
   'cut': (cut_connection, 1.0),
   'page': (lambda h: send(h, 200, b'<html>Welcome</html>'), 1.0),
@@ -303,13 +306,23 @@ def test_attempts_are_limited_and_end_when_they_are_to_stop(environment):
     made, _ = endpoint(url, attempts=100)
     with pytest.raises(Failed, match='it was stopped'):
       made.answer(REQUEST)
+  said = {'error': {'message': f'no such model for {SECRET}'}}
+  with server(lambda body: lambda h: send(h, 200, said)) as (url, _):
+    made, _ = endpoint(url, attempts=1)
+    message = rf'is no completion: {{"error": {{"message": "no such model for \${KEY}"}}}} \('
+    with pytest.raises(Failed, match=message):
+      made.answer(REQUEST)
 
 
 LASTING = {
   'cut': (lambda h: send(h, 200, completion('a', 'length')), 'cut at the limit', False),
   'none': (lambda h: send(h, 200, completion(None)), 'is no text', False),
   'key': (lambda h: send(h, 401, {'key': SECRET}), rf'status 401: {{"key": "\${KEY}"}}', True),
-  'moved': (lambda h: send(h, 307, b'', Location=f'{h.path}2'), 'status 307', True),
+  'moved': (
+    lambda h: send(h, 307, b'', Location=f'{h.path}2'),
+    'status 307: Temporary Redirect',
+    True,
+  ),
   'found': (lambda h: send(h, 302, b'', Location=f'{h.path}2'), 'status 302', True),
 }
 

@@ -10,12 +10,14 @@ import pytest
 import tiny
 import tiny_run
 
+from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.feed import TaskFeed
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.monitoring import pictures
 from valkyrie.monitoring.metrics import BY_POSITION, TARGETS_BY_POSITION, position_metrics
+from valkyrie.run import evaluate
 from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
@@ -212,3 +214,9 @@ def test_the_plot_shows_every_curve(tmp_path):
   pictures.write_loss_by_position(tmp_path, {'validation': {'loss': math.nan}})  # nothing to show
   with pytest.raises(StorageError, match=r'loss_by_position\.png cannot be written'):
     pictures.write_loss_by_position(tmp_path / 'loss_by_position.png', curves)
+
+
+def test_nobody_waits_for_the_checkpoints_of_a_run_that_is_gone(tmp_path):
+  steps = steps_of(tmp_path / 'run')
+  with pytest.raises(StorageError, match='run is no longer there'):
+    next(evaluate._committed(str(tmp_path / 'run'), steps, set(), 2))

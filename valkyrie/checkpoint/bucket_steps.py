@@ -281,16 +281,14 @@ class BucketSteps:
       self._lock.update(unfinished=[])
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
-    for step, damage in damaged.items():
+    for step in damaged:
       name = manifest.free(str(step), lambda name: self._bucket.objects(f'{SET_ASIDE}/{name}/'))
       source = _folder(step)
       target = f'{SET_ASIDE}/{name}/'
       objects = self._bucket.objects(source)
       self._bucket.copy(objects, source, target)
       self._give_up([step])
-      logging.warning(
-        '%s is not valid: %s. Moved to %s/%s', self.path(step), damage, self._bucket, target
-      )
+      logging.warning('Moved %s to %s/%s', self.path(step), self._bucket, target)
 
 
 def _folder(name: int | str) -> str:

@@ -205,14 +205,14 @@ class DiskSteps:
     return sorted(others)
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
-    """Moves damaged steps, beside earlier ones of the same number, and logs {step: damage}."""
+    """Moves damaged steps, {step: damage}, beside earlier ones of the same number; logs where."""
     for step, damage in damaged.items():
       with storage_errors(
         f'{self.path(step)} is damaged ({damage}), and cannot be moved to {SET_ASIDE}',
         'Move it away, and run the same command again.',
       ):
         place = self._moved_aside(step)
-      logging.warning('%s is damaged: %s. Moved to %s', self.path(step), damage, place)
+      logging.warning('Moved %s to %s', self.path(step), place)
 
   def _moved_aside(self, step: int) -> pathlib.Path:
     """Moves a step; beside the others if `checkpoints` is a link to another disk."""
@@ -245,8 +245,8 @@ def first_valid(
 ) -> tuple[int | None, dict[int, str]]:
   """The first valid step in an order, None if it is empty; and {step: damage} of steps before it.
 
-  With `once`, files that this process has read so are read again only if they have changed since.
-  Raises a StorageError if all steps are damaged.
+  Logs these. With `once`, files that this process has read so are read again only if they have
+  changed since. Raises a StorageError if all steps are damaged.
   """
   damaged = {}
   for step in order:
@@ -257,6 +257,9 @@ def first_valid(
     ):
       damage = manifest.damage(steps.files(step, once), step)
     if damage is None:
+      for other, its_damage in damaged.items():
+        log = '%s is damaged: %s. Step %s is used in its place'
+        logging.warning(log, steps.path(other), its_damage, step)
       return step, damaged
     damaged[step] = damage
   if damaged:

@@ -5,7 +5,7 @@ other annotations raise an error at construction. Every check raises Configurati
 """
 
 import collections.abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import inspect
 import types
 import typing
@@ -151,6 +151,10 @@ def _expected_part(value: Any, annotation: Any) -> str | None:
   arguments = typing.get_args(annotation)
   if origin in (collections.abc.Sequence, list):
     return _expected_items(value, arguments[0])
+  if origin is tuple:
+    return _expected_tuple(value, arguments)
+  if origin is collections.abc.Mapping:
+    return _expected_mapping(value, *arguments)
   if origin is collections.abc.Callable:
     return _expected_maker(value, arguments[-1])
   is_annotated = annotation is not inspect.Parameter.empty
@@ -188,8 +192,33 @@ def _expected_items(value: Any, annotation: Any) -> str | None:
     if kind:
       return f'several in brackets, each {kind}'
     return f'several in brackets, such as ({value!r},)'
-  for item in value:
-    kind = _expected(item, annotation)
+  return _first_expected((item, annotation) for item in value)
+
+
+def _expected_tuple(value: Any, annotations: Sequence[Any]) -> str | None:
+  """As `_expected`, for a value of each annotation, or any number of the first before an `...`."""
+  if annotations[-1] is Ellipsis:
+    return _expected_items(value, annotations[0])
+  count = len(annotations)
+  if not isinstance(value, list | tuple) or len(value) != count:
+    return f'{count} values in brackets'
+  return _first_expected(zip(value, annotations, strict=True))
+
+
+def _expected_mapping(value: Any, key: Any, item: Any) -> str | None:
+  """As `_expected`, for values by name."""
+  if not isinstance(value, dict):
+    return "values by name in braces, such as {'NAME': 1}"
+  pairs = [(name, key) for name in value]
+  if item is not Any:
+    pairs += [(one, item) for one in value.values()]
+  return _first_expected(pairs)
+
+
+def _first_expected(pairs: Iterable[tuple[Any, Any]]) -> str | None:
+  """As `_expected`, for the first of (value, annotation) that does not fit."""
+  for value, annotation in pairs:
+    kind = _expected(value, annotation)
     if kind:
       return kind
   return None
@@ -199,10 +228,7 @@ def _expected_maker(value: Any, part: Any) -> str | None:
   """As `_expected`, for a callable that returns an instance of `part`."""
   name = _name_of(part)
   if not isinstance(value, Reference):
-    is_literal = type(value) in _LITERALS
-    if is_literal or isinstance(value, list | tuple | None):
-      return f'a reference to {name}'
-    return None
+    return f'a reference to {name}'
   if not value.evaluated:
     if inspect.isclass(_target(value)):
       return _expected_class(value, part)
@@ -217,8 +243,7 @@ def _expected_instance(value: Any, part: Any) -> str | None:
   """As `_expected`, for an instance of `part`."""
   name = _name_of(part)
   if not isinstance(value, Reference):
-    is_literal = type(value) in _LITERALS
-    if is_literal and part.__module__.startswith('valkyrie.'):
+    if part.__module__.startswith('valkyrie.'):
       return f'{name}, such as @NAME()'
     return None
   if value.evaluated:

@@ -32,7 +32,7 @@ from valkyrie.data import document_source, store_builder, token_store, vocabular
 from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError, with_home
+from valkyrie.errors import ConfigurationError, Preempted, ValkyrieError, usable_path
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
   add('--split', default='train', help='split of the task (default: %(default)s)')
   add('--vocabulary', default='bytes', help="'bytes' (default), a .model file or a tokenizer.json")
   add('--source', help='location of the documents, for a task such as fineweb that needs one')
-  add('--output', type=pathlib.Path, help='directory of the store (default: where a run looks)')
+  add('--output', help='directory of the store (default: where a run looks)')
   add('--data_dir', help='TaskFeed.data_dir, the directory of all stores, for the default --output')
   add('--option', action='append', default=[], metavar='NAME=VALUE', help='option of the source')
   add('--rebuild', action='store_true', help='build it again, and then replace the old one')
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:
   """The rates of a mixture, or store.json; None while shards are missing."""
   if arguments.output is not None:
-    arguments.output = pathlib.Path(with_home(str(arguments.output)))
+    arguments.output = pathlib.Path(usable_path('--output', arguments.output))
   if arguments.mixture is not None:
     with document_source.quiet():
       from valkyrie.data import seqio_tasks  # noqa: PLC0415  (TensorFlow)

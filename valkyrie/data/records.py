@@ -115,6 +115,11 @@ class Records:
     if kind == '.parquet':
       return [(file, group) for group in self._row_groups(file)]
     if kind not in _OF_ROWS:
+      if 'text' not in self._columns and kind not in self.files.formats:
+        raise DataError(
+          f'{file} has no name of a known format, and a plain text has no column '
+          f'{next(iter(self._columns))}. Name files that end with {", ".join(self.files.formats)}.'
+        )
       self._present(['text'], str(file))
     return [(file, -1)]
 

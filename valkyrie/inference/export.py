@@ -26,7 +26,7 @@ from valkyrie.errors import (
   ConfigurationError,
   StorageError,
   check_choice,
-  with_home,
+  usable_path,
   write_errors,
 )
 from valkyrie.inference.loaded import LoadedModel
@@ -100,7 +100,7 @@ def export(
       f"export.dtype={dtype!r} is for export.form='huggingface', but the form is {form!r}. Set "
       'export.dtype = None.'
     )
-  folder = pathlib.Path(with_home(output))
+  folder = pathlib.Path(usable_path('--output', output))
   if os.path.lexists(folder):
     raise StorageError(f'{folder} is there already. Name another --output, or move it away.')
   theirs = None

@@ -182,7 +182,7 @@ def _writer(output: str | None) -> Iterator[TextIO]:
     with console.standard_output('name an --output') as file:
       yield file
     return
-  output = errors.with_home(output)
+  output = errors.usable_path('--output', output)
   if os.path.lexists(output):
     raise errors.StorageError(f'{output} is there already. Name another --output.')
   # An interruption or a full disk leaves no part, which would be in the way of the next try.

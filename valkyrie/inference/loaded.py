@@ -12,7 +12,7 @@ from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.chat_template import ChatTemplate, Messages
 from valkyrie.data.vocabularies import Vocabulary
-from valkyrie.errors import ConfigurationError, UsageError, check_choice
+from valkyrie.errors import ConfigurationError, UsageError, check_choice, usable_path, with_home
 from valkyrie.inference import continuing, documents, scoring
 from valkyrie.inference.attribution import Attribution, Attributor
 from valkyrie.inference.continuing import Generated
@@ -134,7 +134,8 @@ class LoadedModel:
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
     """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
-    documents.save(pathlib.Path(path), carry, self._origin())
+    file = pathlib.Path(usable_path('The file of a carry', os.fspath(path)))
+    documents.save(file, carry, self._origin())
 
   def load_carry(self, path: str | os.PathLike) -> AnyCarry:
     """Reads a carry or a document that was saved by this step of this run.
@@ -143,7 +144,7 @@ class LoadedModel:
       ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
-    file = pathlib.Path(path)
+    file = pathlib.Path(with_home(os.fspath(path)))
     return documents.load(file, self._reader, self._origin())
 
   def score(

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from valkyrie.distributed import console
-from valkyrie.errors import StorageError, ValkyrieError, is_there, with_home, write_errors
+from valkyrie.errors import StorageError, ValkyrieError, is_there, usable_path, write_errors
 from valkyrie.monitoring.html_page import Link, document, table
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.monitoring.recorded_run import COSTS, Line, Run, read_run
@@ -270,12 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     recorded_runs = [read_run(opened(run)) for run in flags.runs]
     if flags.folder is not None:
-      folder = pathlib.Path(with_home(flags.folder))
+      folder = pathlib.Path(usable_path('--folder', flags.folder))
       write_folder(folder, recorded_runs)
       print(folder / 'index.html')
       return 0
     text = page(recorded_runs)
-    output = pathlib.Path(with_home(flags.output))
+    output = pathlib.Path(usable_path('--output', flags.output))
     if is_there(output):
       raise StorageError(f'{output} is there already. Name another --output.')
     whole_file.write(output, text.encode(errors='replace'), 'name another --output')

@@ -13,7 +13,13 @@ from valkyrie.checkpoint.manager import LATEST
 from valkyrie.checkpoint.steps import Steps, record, steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt
-from valkyrie.errors import ConfigurationError, StorageError, ValkyrieError, check_choice
+from valkyrie.errors import (
+  ConfigurationError,
+  StorageError,
+  ValkyrieError,
+  check_choice,
+  is_there,
+)
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import CUTS
 from valkyrie.models.language_model import LanguageModel
@@ -127,7 +133,7 @@ def evaluate(
       return
     steps = steps_of(model_dir)
     done = set(by_step(pathlib.Path(model_dir, stream, 'metrics.jsonl')))
-    for number in _committed(steps, done, last_step):
+    for number in _committed(model_dir, steps, done, last_step):
       try:
         of_step(str(number))
       except ValkyrieError:
@@ -148,10 +154,18 @@ def _draw(model_dir: pathlib.Path, found: Mapping[str, Metrics], name: str) -> N
   watcher.close()
 
 
-def _committed(steps: Steps, done: set[int], last: int) -> Iterator[int]:
-  """Yields the steps that are not done, as they appear, until the run has ended."""
+def _committed(model_dir: str, steps: Steps, done: set[int], last: int) -> Iterator[int]:
+  """Yields the steps that are not done, as they appear, until the run has ended.
+
+  Raises a StorageError if the directory of the run is no longer there.
+  """
   while True:
     found = steps.find()
+    if not found and not is_there(model_dir):
+      raise StorageError(
+        f'{model_dir} is no longer there, so that no checkpoint can appear. If the run was moved, '
+        'follow it by its new path.'
+      )
     for number in found:
       if number not in done:
         done.add(number)

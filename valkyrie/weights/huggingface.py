@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from valkyrie import foreign
 from valkyrie.data.vocabularies import fingerprint
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, is_there, storage_errors
+from valkyrie.errors import ConfigurationError, is_there, storage_errors, with_home
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
 from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if len(arguments) != 1 or arguments[0].startswith('-'):
     print(__doc__, file=sys.stderr)
     return 2
-  return console.printed(lambda: gin_text(configuration(pathlib.Path(arguments[0]))))
+  return console.printed(lambda: gin_text(configuration(pathlib.Path(with_home(arguments[0])))))
 
 
 if __name__ == '__main__':

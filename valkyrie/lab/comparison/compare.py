@@ -32,7 +32,7 @@ from typing import Any
 from valkyrie.config import parse
 from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
-from valkyrie.errors import Preempted, ValkyrieError, message_of, with_home
+from valkyrie.errors import Preempted, ValkyrieError, message_of, usable_path
 from valkyrie.lab.comparison import trials
 from valkyrie.lab.comparison.findings import (
   TITLES,
@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
   add('flops', 'of training, forward and backward', float)
   add('seeds', 'separated by commas (default: 0,1,2)', default='0,1,2')
   add('context', 'score targets with so many tokens before them: a power of 2', int, default=1)
-  add('results', 'default: %(default)s', pathlib.Path, default=pathlib.Path('runs/compare'))
+  add('results', 'default: %(default)s', default='runs/compare')
   return parser
 
 
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if arguments is None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
-    flags.results = pathlib.Path(with_home(str(flags.results)))
+    flags.results = pathlib.Path(usable_path('--results', flags.results))
     if flags.text:
       add_text(flags)
     comparison = Comparison(flags)

@@ -19,7 +19,7 @@ from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
 from valkyrie.errors import write_errors
 from valkyrie.inference.reader import Reader
-from valkyrie.lab.decomposition import labels, masking, own_text, page, text_patterns
+from valkyrie.lab.decomposition import exchange, labels, masking, own_text, page, text_patterns
 from valkyrie.lab.decomposition.clusters import as_json
 from valkyrie.lab.decomposition.clusters import clustered as find_clusters
 from valkyrie.lab.decomposition.harvest import harvest
@@ -94,6 +94,7 @@ def components(
       readings.append(own_text.read(name, ids, chunks_of(ids), scores.threshold))
   numbers = '_'.join(str(number) for number in steps)
   folder = pathlib.Path(model_dir, f'labels_{numbers}')
+  exchange.read_answers(folder / labels.LABELS)  # what others write is refused before the harvest
   found = harvest(reader, shown=shown, windows=windows, labeled=labeled, held_out=held_out)
   if labeled:
     count = labels.write(folder, found.labeled, vocabulary.decode, scores.threshold)

@@ -6,6 +6,7 @@ redirection is followed. It is in no message, and what the endpoint says is show
 """
 
 from collections.abc import Callable, Mapping
+import email.utils
 import http.client
 import json
 import os
@@ -128,10 +129,12 @@ class Endpoint:
   def _refusal(self, error: urllib.error.HTTPError, end: float) -> Failed | _Passing:
     """What a status other than 200 means."""
     try:
-      said = self._shown(_content(error, end).decode(errors='replace'))
+      said = _content(error, end).decode(errors='replace')
     except (OSError, http.client.HTTPException):
       said = ''
-    reason = f'status {error.code}: {said or self._shown(error.reason)}'
+    if not said.strip():
+      said = error.reason
+    reason = f'status {error.code}: {self._shown(said)}'
     if error.code in _PASSING:
       return _Passing(reason, _seconds(error.headers.get('Retry-After')))
     return Failed(reason, ends=error.code in _FINAL)
@@ -141,8 +144,9 @@ class Endpoint:
     try:
       body = foreign.json_object(content, choices=list)
       choice = foreign.fields(body['choices'][0], message=dict)
-    except (ValueError, IndexError) as error:  # a proxy's page, or a part of a response
-      raise _Passing(f'the response is no completion: {self._shown(error)}') from None
+    except (ValueError, IndexError):  # a proxy's page, an error, or a part of a response
+      said = content.decode(errors='replace')
+      raise _Passing(f'the response is no completion: {self._shown(said)}') from None
     if choice.get('finish_reason') == 'length':
       raise Failed('the answer was cut at the limit on its tokens, see --fields')
     text = choice['message'].get('content')
@@ -219,10 +223,16 @@ def _content(response: Any, end: float) -> bytes:
 
 
 def _seconds(text: str | None) -> float | None:
-  """The seconds that a server asks to wait, None if it names none (or a date)."""
-  if text is None or not text.isascii() or not text.isdigit():
+  """The seconds that a server asks to wait, from a number or a date; None if it names neither."""
+  if text is None:
     return None
-  return float(text[:6])
+  if text.isascii() and text.isdigit():
+    return float(text[:6])
+  try:
+    date = email.utils.parsedate_to_datetime(text)
+    return max(0.0, date.timestamp() - time.time())
+  except (ValueError, OverflowError):
+    return None
 
 
 def _count(usage: Any, name: str) -> int:
