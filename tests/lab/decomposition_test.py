@@ -601,7 +601,7 @@ def test_devices_divide_the_layers_for_faithfulness(layers, split):
     (lambda: Adversary(sets=2), "sets=2 needs Adversary.scope = 'rows'"),
     (lambda: Adversary(live='each'), "Adversary.live='each'"),
     (lambda: Decomposition(0, 10).extended(tiny.model(layers=1)), 'needs matrices to decompose'),
-    (lambda: parts(also=(('mpl/', 2),)), "the pattern 'mpl/', but no path"),
+    (lambda: parts(also=(('mpl/', 2),)), r"'mpl/', but no path .* Did you mean mlp\?"),
     (lambda: parts(also=(('s5/', 2, '0'),)), "the pattern 's5/', but no path"),
     (lambda: Adversary(scope='rows', sets=5).start({}, 4, TIME, 0), 'a step has 4 rows'),
   ],

@@ -194,10 +194,20 @@ def test_groups():
 
 def test_a_group_without_parameters_is_refused():
   groups = [recurrence_group(), Group('^embeding$')]  # the first may be empty
-  with pytest.raises(ConfigurationError, match=r"pattern='\^embeding\$' is found in none of the"):
+  with pytest.raises(ConfigurationError, match=r'none of the 1 .* Did you mean embedding\?'):
     Optimizer(1.0, 0, 10, groups=groups).init(
       {'embedding': jnp.zeros((2, 2))}, {'embedding': Kind(True)}
     )
+
+
+def test_a_group_whose_parameters_belong_to_earlier_ones_is_refused():
+  """A term's groups may take all parameters, and the recurrences' group may be empty."""
+  params, kinds = {'embedding': jnp.zeros((2, 2))}, {'embedding': Kind(True)}
+  optimizer = Optimizer(1.0, 0, 10, groups=[Group('emb')])
+  optimizer.preceded_by([Group(''), Group('emb')]).init(params, kinds)
+  groups = [Group('emb'), recurrence_group('bedd'), Group('embedding', learning_rate_scale=0.0)]
+  with pytest.raises(ConfigurationError, match="'embedding', but earlier ones choose all 1 paths"):
+    Optimizer(1.0, 0, 10, groups=groups).init(params, kinds)
 
 
 def test_a_group_of_recurrences():

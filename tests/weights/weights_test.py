@@ -601,8 +601,13 @@ def test_rules_are_pairs_of_a_regular_expression_and_a_name(rules):
 
 def test_a_rule_for_no_tensor_is_refused(tmp_path):
   config, _ = write_llama(tmp_path / 'hf')
-  with pytest.raises(ConfigurationError, match="'embeding', which is found in no name of the"):
-    loaded(tmp_path / 'hf', model_of(config, tmp_path), rules=[('embeding', 'fresh')])
+  model = model_of(config, tmp_path)
+  message = r"'embeding', which is found in none .* Did you mean embedding\?"
+  with pytest.raises(ConfigurationError, match=message):
+    loaded(tmp_path / 'hf', model, rules=[('embeding', 'fresh')])
+  rules = [('mlp', 'fresh'), (r'mlp\.out$', 'zero')]
+  with pytest.raises(ConfigurationError, match='but earlier ones choose all'):
+    loaded(tmp_path / 'hf', model, rules=rules)
 
 
 def test_a_loss_like_a_guess_ends_the_run_where_every_weight_was_loaded():

@@ -9,6 +9,7 @@ import gin
 import haiku as hk
 import jax.numpy as jnp
 
+from valkyrie.config.patterns import found_nowhere
 from valkyrie.config.ranges import PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Declared
@@ -69,7 +70,5 @@ class Lora:
   def check(self, matrices: Sequence[str]) -> None:
     """Raises a ConfigurationError if no adapter is among these paths, of all matrices."""
     if not any(path.endswith(A) for path in matrices):
-      raise ConfigurationError(
-        f'Lora.pattern={self.pattern!r} is found in none of the {len(matrices)} paths of matrices, '
-        f'such as {", ".join(matrices[:3])}. Correct it, or set LanguageModel.lora = None.'
-      )
+      found = found_nowhere('Lora.pattern', self.pattern, matrices, 'paths of matrices')
+      raise ConfigurationError(f'{found} Correct it, or set LanguageModel.lora = None.')

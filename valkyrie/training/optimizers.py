@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.patterns import check_all_choose
 from valkyrie.config.ranges import (
   Fraction,
   Limit,
@@ -113,7 +114,9 @@ class Optimizer:
     """
     if groups is None:
       groups = (recurrence_group(),)
-    self._groups = tuple(groups)
+    self._groups_of_terms: tuple[Group, ...] = ()
+    self._own_groups = tuple(groups)
+    self._groups = self._own_groups
     self._clip_norm = clip_norm
     self.train_steps = train_steps
     self._algorithms = {True: algorithm, False: vector_algorithm}
@@ -130,8 +133,9 @@ class Optimizer:
     self._schedule = self._schedule_until(train_steps=train_steps)
 
   def preceded_by(self, groups: Sequence[Group]) -> 'Optimizer':
-    """This optimizer, with groups before its own."""
+    """This optimizer, with groups of terms before its own."""
     other = copy.copy(self)
+    other._groups_of_terms = (*groups, *self._groups_of_terms)
     other._groups = (*groups, *self._groups)
     return other
 
@@ -152,18 +156,19 @@ class Optimizer:
 
     A group without parameters raises a ConfigurationError.
     """
-    paths = [*leaves_by_path(params)]
-    for group in self._groups:
-      is_empty = not any(re.search(group.pattern, path) for path in paths)
-      if is_empty and not group.may_be_empty:
-        raise ConfigurationError(
-          f'Group.pattern={group.pattern!r} is found in none of the {len(paths)} paths of '
-          f'parameters, such as {", ".join(paths[:3])}. Correct it, or leave the group out; '
-          'model_info.txt of a run lists all paths.'
-        )
+    self._check_groups([*leaves_by_path(params)])
     first = self.learning_rate(jnp.zeros((), jnp.int32))
     transformation = self._steps(params, kinds, first)
     return transformation.init(params)
+
+  def _check_groups(self, paths: Sequence[str]) -> None:
+    """Raises a ConfigurationError for a group to which no parameter belongs."""
+    kind = 'paths in model_info.txt'
+    each_of_terms = [(group,) for group in self._groups_of_terms]  # two terms may freeze the same
+    for groups in (*each_of_terms, self._own_groups):
+      patterns = [group.pattern for group in groups]
+      optional = [group.pattern for group in groups if group.may_be_empty]
+      check_all_choose('Group.pattern', patterns, paths, kind, optional)
 
   def update(
     self,

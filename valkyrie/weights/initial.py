@@ -1,6 +1,6 @@
 """Weights of another run, or of other programs, as the first weights of a run."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 import re
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
+from valkyrie.config.patterns import check_all_choose
 from valkyrie.errors import ConfigurationError, converted, first_of, regular_expression
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
@@ -158,7 +159,8 @@ class InitialWeights:
     for leaf in leaves:
       for name in leaf.tensors:
         shapes[name] = leaf.shape[1:] if leaf.stacked else leaf.shape
-    self._check_rules(shapes)
+    patterns = [pattern for pattern, _ in self.rules]
+    check_all_choose('InitialWeights.rules', patterns, shapes, 'tensors of the model')
     for name, shape in shapes.items():
       choice = self._choice(name)
       may_be_new = is_factor(name, shapes) or name.startswith(tuple(new))
@@ -201,16 +203,6 @@ class InitialWeights:
         'in InitialWeights.rules.'
       )
     return chosen
-
-  def _check_rules(self, names: Collection[str]) -> None:
-    """Raises a ConfigurationError for a rule that applies to no tensor of the model."""
-    for pattern, _ in self.rules:
-      if not any(re.search(pattern, name) for name in names):
-        raise ConfigurationError(
-          f'InitialWeights.rules has {pattern!r}, which is found in no name of the '
-          f'{len(names)} tensors of the model, such as {", ".join([*names][:3])}. Correct it, '
-          'or leave the rule out.'
-        )
 
   def _with_transposed(
     self,

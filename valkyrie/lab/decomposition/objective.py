@@ -21,6 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.config.computation import may_change_on_resume
+from valkyrie.config.patterns import near_words
 from valkyrie.config.ranges import (
   Limit,
   NonNegativeFloat,
@@ -137,10 +138,11 @@ class Decomposition(GradientTerm):
     used = _used_entries(model)
     for entry in model.about.site_entries:
       if entry not in used:
+        near = near_words(entry.pattern, [*names_of(model.parameters())])
         raise ConfigurationError(
           f'Sites.components has the pattern {entry.pattern!r}, but no path of a matrix in its '
-          'layers contains it, or earlier patterns match all such paths. Correct the pattern, or '
-          'remove it; model_info.txt has the paths.'
+          f'layers contains it, or earlier patterns match all such paths.{near} Correct the '
+          'pattern, or remove it; model_info.txt has the paths.'
         )
 
     def passes(carry):
