@@ -129,7 +129,8 @@ def test_blocks_includes_nested_values_and_constants():
     ('--gin.Gadget.name=%sizes', ['no statement defines %sizes', 'Did you mean size?']),
     ('--gin.size=1\nimport os', ['is neither a macro']),
     ('--gin.size=', ['the value is missing']),
-    ('--gin.1x=3', ['not gin syntax']),
+    ('--gin.1x=3', ['what stands before = is not gin syntax']),
+    ('--gin.@Gadget=True', ['what stands before = is not gin syntax']),
     ('--gin.nowhere/Gadget.size=3', ['has no effect', 'no binding refers to a @nowhere/Gadget']),
     (
       '--gin.operate.gadget=@optax.adamx',

@@ -58,6 +58,11 @@ def _explain_value(value: str, statement: Callable[[str], str]) -> str | None:
   if not value:
     return 'the value is missing'
   right = _CONSTANTS.get(value.lower()) or _arithmetic(value)
+  if right == value:
+    return (
+      'what stands before = is not gin syntax. Write the name of a macro, or of a parameter, such '
+      'as S5.state_size'
+    )
   if right:
     return f'{value} is not gin syntax. Write {statement(right)}'
   has_words = re.search(r'[^\W\d]|/', value)
