@@ -16,6 +16,12 @@ from valkyrie.inference.reader import Reader
 SAMPLED = Sampling(temperature=1.0)
 
 
+@pytest.mark.parametrize('path', ['gs://bucket/carry', '~no_such_user/carry'])
+def test_a_carry_goes_to_no_folder_that_is_named_by_an_address_or_a_sign(path):
+  with pytest.raises(ConfigurationError, match=path):
+    built().save_carry(path, {})
+
+
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 def test_weights_that_give_no_numbers_end_with_an_error(value):
   loaded = built()
