@@ -73,7 +73,7 @@ def counted(**bound):
     'train.refused_steps=@RefusedSteps',
     'train.evaluator=@quick/Evaluator',
     'train.checkpoints=@few/Checkpoints()',
-    'train.hooks=(@Observer(), [@Tool()])',
+    'train.hooks=(@Observer(), @Tool())',
     'StepSettings.hunt_nan=True',
     'StepSettings.grad_norm_by_layer=True',
     'train_steps=7',

@@ -222,14 +222,14 @@ def test_a_missing_folder_is_named(tmp_path):
 
 def test_a_column_of_plain_text_is_refused(tmp_path):
   (tmp_path / 'a.txt').write_text('text')
-  with pytest.raises(DataError, match='no column body; it has text'):
+  with pytest.raises(DataError, match='a plain text has no column body'):
     Records(str(tmp_path), ['body'])
 
 
 def test_a_named_file_of_another_format_is_plain_text(tmp_path):
   (tmp_path / 'book').write_text('text')
   assert list(Records(str(tmp_path / 'book'), ['text']).rows(0, 1)) == [{'text': 'text'}]
-  with pytest.raises(DataError, match='no column body; it has text'):
+  with pytest.raises(DataError, match='a plain text has no column body'):
     Records(str(tmp_path / 'book'), ['body'])
 
 
