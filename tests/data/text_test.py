@@ -222,7 +222,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 def test_a_column_of_plain_text_is_refused(tmp_path):
   (tmp_path / 'a.txt').write_text('text')
-  with pytest.raises(DataError, match='a plain text has no column body'):
+  with pytest.raises(DataError, match='no column body; it has text'):
     Records(str(tmp_path), ['body'])
 
 
