@@ -226,7 +226,10 @@ def _folder_name(first: str, values: Mapping[str, Any]) -> str:
 
 
 def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-  """The flags, with `candidates` and the --gin.NAME=VALUE `gin`; exits with 2 if one is wrong."""
+  """The flags, with `candidates` and the --gin.NAME=VALUE `gin`; exits with 2 if one is wrong.
+
+  Raises a ConfigurationError if the folder of the results cannot be one.
+  """
   parser = _parser()
   flags, others = parser.parse_known_args(arguments)
   flags.gin = [flag for flag in others if flag.startswith(parse.FLAG)]
@@ -247,6 +250,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     name = pathlib.PurePath(first).stem
     flags.candidates = [Candidate(name)]
   _check_candidates(parser, flags)
+  flags.results = pathlib.Path(usable_path('--results', flags.results))
   return flags
 
 
@@ -349,11 +353,10 @@ def _parse_over(text: str) -> tuple[str, list[str]]:
 @console.lasting_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a comparison, and prints the findings; returns the exit code."""
-  flags = parse_flags(arguments)
   if arguments is None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
-    flags.results = pathlib.Path(usable_path('--results', flags.results))
+    flags = parse_flags(arguments)
     if flags.text:
       add_text(flags)
     comparison = Comparison(flags)
