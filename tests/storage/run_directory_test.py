@@ -57,7 +57,7 @@ def test_files_are_replaced_and_added_to(address):
 
 def test_a_machine_without_a_temporary_folder(address, tmp_path, monkeypatch):
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'missing'))
-  with pytest.raises(StorageError, match=r'has no place: .*Set TMPDIR to a folder'):
+  with pytest.raises(StorageError, match=r'has no place: .*set TMPDIR to a folder'):
     opened(address)
 
 
