@@ -33,7 +33,7 @@ RATES = {
   'first_carry': (0.01, 0.03, 0.1, 0.3),
   'lora': (1e-3, 3e-3, 1e-2, 3e-2),
   'lora_rank_1': (3e-3, 1e-2, 3e-2, 1e-1),
-  'lora_everywhere': (1e-3, 3e-3, 1e-2, 3e-2),
+  'lora_everywhere': (1e-3, 3e-3, 1e-2),
 }
 # Lora.pattern alone chooses the matrices of attention.
 FLAGS = {
