@@ -116,7 +116,6 @@ class Optimizer:
       groups = (recurrence_group(),)
     self._groups_of_terms: tuple[Group, ...] = ()
     self._own_groups = tuple(groups)
-    self._groups = self._own_groups
     self._clip_norm = clip_norm
     self.train_steps = train_steps
     self._algorithms = {True: algorithm, False: vector_algorithm}
@@ -136,8 +135,11 @@ class Optimizer:
     """This optimizer, with groups of terms before its own."""
     other = copy.copy(self)
     other._groups_of_terms = (*groups, *self._groups_of_terms)
-    other._groups = (*groups, *self._groups)
     return other
+
+  @property
+  def _groups(self) -> tuple[Group, ...]:
+    return (*self._groups_of_terms, *self._own_groups)
 
   def ending_at(self, train_steps: int) -> 'Optimizer':
     """This optimizer, with a schedule that ends at another step."""
