@@ -191,6 +191,7 @@ def test_writers_are_slopes_of_the_masks_through_all_chunks(parts, whole):
     slope = activation(writer, at, 0.5) - activation(writer, at, -0.5)
     assert write.effect == pytest.approx(slope, rel=0.02)
   everything = parts.writers(TEXT, READER, 2, 40, distance=10, count=10**6)
+  assert [*everything.totals] == parts.names  # of equal effects, too, the first layer's come first
   for name, total in everything.totals.items():
     effects = np.zeros(C)
     for write in everything.strongest:

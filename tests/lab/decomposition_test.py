@@ -12,7 +12,7 @@ import tiny_run
 
 from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.errors import ConfigurationError
-from valkyrie.lab.decomposition import draws, importance, masks
+from valkyrie.lab.decomposition import draws, importance
 from valkyrie.lab.decomposition.adversary import Adversary, Attack
 from valkyrie.lab.decomposition.faithfulness import unfaithfulness
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
@@ -20,7 +20,7 @@ from valkyrie.lab.decomposition.objective import Decomposition
 from valkyrie.models.block import Block
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
-from valkyrie.models.sites import Site, Sites, sites_of
+from valkyrie.models.sites import Site, Sites, ordered, sites_of
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.curriculum import Curriculum, Phase
 from valkyrie.training.optimizers import Optimizer
@@ -216,7 +216,7 @@ def test_a_subset_has_each_size_and_each_site_alike():
   model, *_ = parts()
   sites = sites_of(model.parameters())
   known, tokens = (
-    masks.ordered(sites),
+    ordered(sites),
     Tokens(0, jnp.arange(20), jnp.tile(jnp.arange(300)[None], (20, 1))),
   )
   routes = SUBSET().routes(known, sites, 0, tokens)
@@ -322,7 +322,7 @@ def test_the_loss_of_a_step_and_its_gradient():
     tokens = Tokens(0, jnp.arange(ROWS), numbers)
     sources = []
     for number, loss in enumerate(term.losses):
-      route = loss.routes(masks.ordered(sites), sites, 2000 * number, tokens)
+      route = loss.routes(ordered(sites), sites, 2000 * number, tokens)
       if isinstance(loss, Adversary):
         attack = state.objective[term.name][str(number)]
         found = {

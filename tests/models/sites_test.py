@@ -9,14 +9,13 @@ import pytest
 import tiny
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.models.recurrence.gated_delta import GatedDeltaNet
 from valkyrie.models.recurrence.mamba2 import Mamba2
 from valkyrie.models.s5.layer import S5
-from valkyrie.models.sites import Sites, sites_of
+from valkyrie.models.sites import Sites, by_name, ordered, sites_of
 from valkyrie.weights import named_tensors
 
 C = 5
@@ -202,6 +201,10 @@ def test_chosen_layers_have_components_and_only_what_lies_above_them_has_a_backw
   }
   in_order = [names[path][layer] for path, layer in ordered(sites) if path.endswith('/b')]
   assert in_order == [f'layers.{layer}.s5.b' for layer in range(4)]
+  layers = {path: site.first + jnp.arange(site.layers) for path, site in sites.items()}
+  found = by_name(layers, sites, names)
+  assert [*found.values()] == sorted(found.values()) and {*in_order} < found.keys()
+  assert all(int(name.split('.')[1]) == layer for name, layer in found.items())
 
   batch = tiny.batch((9, 15))
   expected, after = reader(plain)(whole, plain.initial_carry(2), batch, activations=('stream',))

@@ -19,6 +19,7 @@ import gin
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from valkyrie.errors import ConfigurationError, regular_expression
 from valkyrie.models.declarations import Declared, Parameters
@@ -250,3 +251,24 @@ def sites_of(parameters: Parameters) -> dict[str, Site]:
       first = place.first if place is not None else 0
       sites[path] = Site(module, name, first, layers, d_in, d_out, components, matrix, axes)
   return sites
+
+
+def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
+  """The sites (path, layer) from the first layer to the last, and by path."""
+  by_layer = []
+  for path, site in sites.items():
+    by_layer += [(site.first + layer, path, layer) for layer in range(site.layers)]
+  return [(path, layer) for _, path, layer in sorted(by_layer)]
+
+
+def by_name(
+  values: Mapping[str, Array],
+  sites: Mapping[str, Site],
+  names: Mapping[str, Sequence[str]],
+) -> dict[str, np.ndarray]:
+  """{name of a site: its values} of values [L, ...] by path, from the first layer to the last.
+
+  names: of the layers of each path, see `weights.named_tensors.names_of`.
+  """
+  fetched = jax.device_get(dict(values))
+  return {names[path][layer]: fetched[path][layer] for path, layer in ordered(sites)}

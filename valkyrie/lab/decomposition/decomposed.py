@@ -25,12 +25,12 @@ from valkyrie.lab.decomposition.activation_errors import hidden_sums, layers_of,
 from valkyrie.lab.decomposition.clusters import Clustering, clustered
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.masking import Masking, Numbers
-from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.lab.decomposition.passes import Passes
 from valkyrie.lab.decomposition.split import component_scores
 from valkyrie.lab.decomposition.text_patterns import LayerPatterns, of_text
 from valkyrie.lab.decomposition.writers import Tracer, Writers
 from valkyrie.models.features import ACTIVATIONS, Features
+from valkyrie.models.sites import ordered
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import divergences, logits, token_scores
 from valkyrie.training.setup import StepSettings

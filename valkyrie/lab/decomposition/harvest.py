@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.lab.decomposition.evaluation import ALIVE
-from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.lab.decomposition.shown import SPAN, Component, ShownSite, Token, Window
 from valkyrie.lab.decomposition.split import SplitChunk, SplitReader
-from valkyrie.models.sites import sites_of
+from valkyrie.models.sites import ordered, sites_of
 from valkyrie.types import Batch
 from valkyrie.weights.named_tensors import names_of
 

@@ -13,7 +13,7 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.lab.decomposition import draws
 from valkyrie.models.features import Features, Kind
 from valkyrie.models.matrices import Masks
-from valkyrie.models.sites import Site
+from valkyrie.models.sites import Site, ordered
 from valkyrie.training.objective import Chunk
 from valkyrie.types import Array, Carry
 
@@ -177,14 +177,6 @@ def smallest(values: Array, count: Array) -> Array:
   """Whether each value is one of the `count` smallest along the last axis."""
   ranks = jnp.argsort(jnp.argsort(values, axis=-1), axis=-1)
   return ranks < count
-
-
-def ordered(sites: Mapping[str, Site]) -> list[tuple[str, int]]:
-  """The sites (path, layer) from the first layer to the last, and by path."""
-  by_layer = []
-  for path, site in sites.items():
-    by_layer += [(site.first + layer, path, layer) for layer in range(site.layers)]
-  return [(path, layer) for _, path, layer in sorted(by_layer)]
 
 
 def masked(

@@ -11,9 +11,8 @@ import numpy as np
 from valkyrie.inference.reader import Reader, TextCarry, places
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.lab.decomposition.masking import Masking
-from valkyrie.lab.decomposition.masks import ordered
 from valkyrie.models.features import SITES, Features, Kind
-from valkyrie.models.sites import sites_of
+from valkyrie.models.sites import by_name, sites_of
 from valkyrie.types import Array, Batch, Carry, Params
 from valkyrie.weights.named_tensors import names_of
 
@@ -84,11 +83,8 @@ class Passes:
 
   def by_name(self, by_path: Mapping[str, Array], length: int) -> dict[str, np.ndarray]:
     """{name of a site: the first tokens [length, C]} of values [L, 1, T, C] by path."""
-    found = {}
-    values = jax.device_get(dict(by_path))
-    for path, layer in ordered(self.sites):
-      found[self.names[path][layer]] = values[path][layer, 0, :length]
-    return found
+    found = by_name(by_path, self.sites, self.names)
+    return {name: of_site[0, :length] for name, of_site in found.items()}
 
   # Traced.
 

@@ -11,6 +11,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.inference.reader import check_length
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.models.features import SITES
+from valkyrie.models.sites import by_name, sites_of
 from valkyrie.run.evaluator import Evaluator
 from valkyrie.training.objective import evaluations, terms_of
 from valkyrie.training.setup import StepSettings
@@ -76,7 +77,7 @@ class SplitReader:
       batch.positions[0, :count] = position_of(np.arange(begin, begin + count))
       batch.segment_ids[0, :count] = 1
       low, carry = self._read(carry, batch)
-      yield {name: g[0, :count] for name, g in self._by_name(low)}
+      yield {name: g[0, :count] for name, g in self._by_name(low).items()}
 
   def _initial_carry(self) -> Any:
     """The carries of the model and of the importances, which have read nothing."""
@@ -96,10 +97,9 @@ class SplitReader:
     """{name of a site: g [N, C]} of the N tokens of each chunk that are no padding."""
     for chunk in self.chunks():
       real = chunk.batch.segment_ids > 0
-      yield {name: g[real] for name, g in self._by_name(chunk.importances)}
+      yield {name: g[real] for name, g in self._by_name(chunk.importances).items()}
 
-  def _by_name(self, importances: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name of a site, g [B, T, C]) of importances [L, B, T, C] by path."""
-    names = names_of(self.model.parameters())
-    for path, by_layer in jax.device_get(dict(importances)).items():
-      yield from zip(names[path], by_layer, strict=True)
+  def _by_name(self, importances: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """{name of a site: g [B, T, C]} of importances [L, B, T, C] by path."""
+    parameters = self.model.parameters()
+    return by_name(importances, sites_of(parameters), names_of(parameters))

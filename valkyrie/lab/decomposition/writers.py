@@ -18,7 +18,7 @@ from valkyrie.inference import segments
 from valkyrie.inference.reader import Reader, TextCarry, check_finite
 from valkyrie.models.features import SITES
 from valkyrie.models.matrices import Masks
-from valkyrie.models.sites import Site
+from valkyrie.models.sites import Site, by_name
 from valkyrie.training.tbptt import floats_of
 from valkyrie.types import Array, Params
 
@@ -36,7 +36,8 @@ class Writers(NamedTuple):
   """What a component's activation at a token depends on.
 
   activation: x V_c at the token.
-  totals: {name of a site: float64 [C]}, the effects of each component, summed over tokens.
+  totals: {name of a site: float64 [C]}, the effects of each component, summed over tokens, from the
+    first layer to the last.
   strongest: the largest effects by size, the largest first.
   """
 
@@ -110,21 +111,14 @@ class Tracer:
         activation = float(value)
       seed = jnp.zeros(())
       last = min(int(chunk.lengths[0]), len(tokens) - distance - chunk.begin)
-      for name, of_site in self._by_name(effects, max(last, 0)).items():
+      for name, of_row in by_name(effects, self._sites, self._names).items():
+        of_site = of_row[0, : max(last, 0)]
         check_finite(np.isfinite(of_site))
         totals[name] = totals.get(name, 0) + of_site.sum(axis=0, dtype=np.float64)
         writes += _largest(name, of_site, chunk.begin, count)
       writes.sort(key=lambda write: -abs(write.effect))
       del writes[count:]
     return Writers(activation, totals, writes)
-
-  def _by_name(self, effects: Mapping[str, Array], length: int) -> dict[str, np.ndarray]:
-    """{name: [T, C]}, the first tokens of effects [L, 1, T, C] by path."""
-    found = {}
-    for path, values in jax.device_get(dict(effects)).items():
-      for name, of_layer in zip(self._names[path], values, strict=True):
-        found[name] = of_layer[0, :length]
-    return found
 
   def _advance(
     self,
