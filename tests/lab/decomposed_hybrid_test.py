@@ -47,10 +47,17 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   labels.mkdir()
   (labels / 'labels.jsonl').write_text('{"id": 1}\n')
   gin.clear_config(clear_constants=True)
-  flags = (f'--model_dir={run}', '--run_mode=components', '--gin.components.labeled=1')
-  assert main.main(flags) == 65
+  flags = (f'--model_dir={run}', '--run_mode=components')
+  assert main.main([*flags, '--gin.components.labeled=1']) == 65
   assert not (labels / 'prompts.jsonl').exists()  # it was refused before anything was harvested
-  (labels / 'labels.jsonl').unlink()
+  (labels / 'labels.jsonl').write_text('{"id": "a", "answer": "b"}\n')
+  (labels / 'components.jsonl').write_text(
+    '{"id": "a", "site": "s", "component": 0, "held_out": []}\n' * 2
+  )
+  gin.clear_config(clear_constants=True)
+  capsys.readouterr()
+  assert main.main(flags) == 65
+  assert "components.jsonl, line 2, cannot be used: its id 'a'" in capsys.readouterr().err
   said = start('--run_mode=components', '--gin.components.labeled=1', own)
   assert 'asks for labels of' in said and (run / 'components_1' / 'index.html').exists()
   assert f'"attention":["{ATTENTION}"]' in (run / 'components_1' / 'data' / 'index.js').read_text()

@@ -44,7 +44,8 @@ def sites():
 @pytest.fixture
 def folder(tmp_path):
   """A folder of labels for four components."""
-  assert labels.write(tmp_path, sites(), BYTES.decode, THRESHOLD) == 4
+  written = labels.write(tmp_path, sites(), BYTES.decode, THRESHOLD)
+  assert len(written) == 4 and written == labels.described(tmp_path)
   return tmp_path
 
 
@@ -128,6 +129,10 @@ def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def labels_in(folder):
+  return exchange.read_answers(folder / labels.LABELS)
+
+
 def test_a_prompt_has_marked_passages_and_telling_tokens_and_nothing_that_is_held_out(folder):
   asked = exchange.read_requests(folder / labels.PROMPTS)
   first = asked[0].messages[1]['content'].split('\n')
@@ -152,11 +157,11 @@ def test_a_prompt_has_marked_passages_and_telling_tokens_and_nothing_that_is_hel
   prompts = (folder / labels.PROMPTS).read_text()
   assert 'axe' not in prompts and 'yezz' not in prompts
   (folder / labels.LABELS).write_bytes(exchange.line_of({'id': asked[0].id, 'answer': 'x'}))
-  assert set(labels.by_place(folder)) == {('layers.0.mlp.out', 0)}
+  assert set(labels.by_place(components, labels_in(folder))) == {('layers.0.mlp.out', 0)}
   other = sites()
   other[0].components[0].windows[1].ids[0] += 1
   labels.write(folder, other, BYTES.decode, THRESHOLD)
-  found = labels.read(folder, labels.described(folder))
+  found = labels.of_answers(labels.described(folder), labels_in(folder))
   assert not found.by_id and found.strange == 1  # it answered another prompt
 
 
@@ -206,7 +211,9 @@ def test_labels_are_asked_for_scored_and_shown(folder, environment, capsys):
   scores = lines(folder / label_scores.SCORES)
   assert [score['label'] for score in scores] == [*LETTERS]
   assert {(score['passages'], score['own'], score['shuffled']) for score in scores} == {(4, 1, 0.5)}
-  labeled = labels.with_labels(sites(), labels.by_place(folder))
+  labeled = labels.with_labels(
+    sites(), labels.by_place(labels.described(folder), labels_in(folder))
+  )
   assert [component.label for site in labeled for component in site.components] == [*LETTERS]
   for path in folder.iterdir():
     assert SECRET not in path.read_text()
@@ -386,14 +393,14 @@ def test_answers_of_strangers_are_text_and_no_more(folder):
   exchange.write_lines(
     folder / labels.LABELS, ({'id': name, 'answer': text} for name, text in answers.items())
   )
-  found = labels.read(folder, components)
+  found = labels.of_answers(components, labels_in(folder))
   assert found.by_id == {first: 'two lines \\u202e<b>', fourth: '../../etc/passwd'}
   assert found.refused == {
     second: 'it is empty',
     third: 'it has 301 characters, expected at most 300',
   }
   assert found.strange == 1
-  labeled = labels.with_labels(sites(), labels.by_place(folder))
+  labeled = labels.with_labels(sites(), labels.by_place(components, labels_in(folder)))
   assert labeled[0].components[0].label == 'two lines \\u202e<b>'
   for line, message in (
     (b'{"id": "a", "answer": 3}', "line 1, cannot be used: its field 'answer' has 3"),
@@ -403,7 +410,31 @@ def test_answers_of_strangers_are_text_and_no_more(folder):
   ):
     (folder / labels.LABELS).write_bytes(line)
     with pytest.raises(DataError, match=message):
-      labels.read(folder, components)
+      labels_in(folder)
+
+
+@pytest.mark.parametrize('name', [labels.COMPONENTS, labels.PROMPTS, labels.LABELS])
+def test_an_id_that_two_lines_have_is_refused(folder, name):
+  ids = [component.id for component in labels.described(folder)]
+  exchange.write_lines(folder / labels.LABELS, ({'id': each, 'answer': 'x'} for each in ids))
+  first, *_ = (folder / name).read_bytes().splitlines(keepends=True)
+  (folder / name).write_bytes((folder / name).read_bytes() + first)
+  readers = {
+    labels.COMPONENTS: lambda: labels.described(folder),
+    labels.PROMPTS: lambda: exchange.read_requests(folder / name),
+    labels.LABELS: lambda: labels_in(folder),
+  }
+  with pytest.raises(
+    DataError, match=rf"{name}, line 5, .*: its id '{ids[0]}' is also that of line 1"
+  ):
+    readers[name]()
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path):
+  path = tmp_path / 'answers.jsonl'
+  path.write_bytes(b'{"id": "a", "answer": "b"}\n' + b'x' * (2**24 + 1))
+  with pytest.raises(DataError, match=r'answers\.jsonl cannot be read \(.* more than 16,777,216'):
+    exchange.read_answers(path)
 
 
 def test_an_answer_of_the_judge_is_one_list_of_passages():

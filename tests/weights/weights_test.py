@@ -337,6 +337,19 @@ def test_two_tensors_with_one_name_are_refused(tmp_path):
     open_source(str(tmp_path / 'hf'))
 
 
+@pytest.mark.parametrize('kind', ['llama', 'mistral', 'qwen3'])
+def test_more_layers_than_a_configuration_says_are_refused(tmp_path, kind):
+  """A model of the first layers begins from a folder whose configuration has them all."""
+  config, weights = write_llama(tmp_path / 'hf', llama_reference.config(model_type=kind))
+  small = {**config, 'num_hidden_layers': 2}
+  lines = loaded(tmp_path / 'hf', model_of(small, tmp_path))[2]
+  assert any(line.startswith('not loaded from there: layers.2.') for line in lines)
+  write_llama(tmp_path / 'hf', small, weights)
+  with pytest.raises(ConfigurationError, match=r'tensors of other layers than the 2 of its') as e:
+    open_source(str(tmp_path / 'hf'))
+  assert 'model.layers.2.mlp.down_proj.weight' in str(e.value) and 'layers.1.' not in str(e.value)
+
+
 def test_settings_that_shapes_do_not_tell_are_compared(tmp_path):
   config, _ = write_llama(tmp_path / 'hf')
   model = model_of(config, tmp_path, 'Rotary.base=10000.0', 'FullAttention.heads=2',

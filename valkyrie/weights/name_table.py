@@ -11,6 +11,7 @@ first one that a folder has is read, and the first one is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ class Names(NamedTuple):
     layers: {kind of a layer: its entries}.
     kinds: the kind of each layer.
     skipped: patterns of names there that no model here uses.
-    closed: whether a tensor of another name or layer is refused. An open table has one kind of
-      layers; other tensors keep their names.
+    closed: whether a tensor of another name is refused; in an open table it keeps its name. A layer
+      that `kinds` lacks is refused in both.
   """
 
   shared: Sequence[Entry]
@@ -64,14 +65,18 @@ class Names(NamedTuple):
     """The entries of the layer with this number, or those outside of layers for ''."""
     if not layer:
       return self.shared
-    if not self.closed:
-      (layer_entries,) = self.layers.values()
-      return layer_entries
     number = int(layer)
     if number >= len(self.kinds):
       return ()
     kind = self.kinds[number]
     return self.layers[kind]
+
+  @property
+  def in_layers(self) -> frozenset[str]:
+    """The names there, with # for a number, of all tensors of layers of any kind."""
+    entries = itertools.chain.from_iterable(self.layers.values())
+    spellings = itertools.chain.from_iterable(one.spellings for one in entries)
+    return frozenset(piece.name for piece in itertools.chain.from_iterable(spellings))
 
 
 class Renamed(NamedTuple):
@@ -91,7 +96,7 @@ def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
   """Their tensors by our names; nothing is loaded yet.
 
   Raises a ConfigurationError if two tensors would have one name, if no entry names some rows of a
-  tensor, or if a closed table does not know a tensor.
+  tensor, if a layer has a number that the model lacks, or if a closed table does not know a tensor.
   """
   found: dict[str, Tensor] = {}
   used: set[str] = set()
@@ -113,6 +118,7 @@ def read(names: Names, tensors: Mapping[str, Tensor]) -> Renamed:
   left = {name: tensor for name, tensor in tensors.items() if name not in used}
   skipped = [name for name in left if _matches(name, names.skipped)]
   others = {name: left[name] for name in left if name not in skipped}
+  _check_layers(names, others)
   if names.closed and others:
     raise ConfigurationError(
       f'The source has {len(others)} tensors that Valkyrie does not know in this class of models, '
@@ -195,6 +201,24 @@ def _numbered(name: str, layer: str) -> str:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
   return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _check_layers(names: Names, others: Iterable[str]) -> None:
+  """Raises a ConfigurationError if tensors without an entry are of layers that the model lacks."""
+  in_layers = names.in_layers
+  count = len(names.kinds)
+  beyond = []
+  for name in others:
+    match = _LAYER.search(name)
+    if match is not None and int(match[0]) >= count and _LAYER.sub('#', name) in in_layers:
+      beyond.append(name)
+  if beyond:
+    raise ConfigurationError(
+      f'The source has {len(beyond)} tensors of other layers than the {count} of its config.json:\n'
+      f'{listing.lines(sorted(beyond))}\nFetch config.json and the weights again, from one place. '
+      'To begin from the first layers of a model, keep its config.json, and bind a smaller '
+      'LanguageModel.layers.'
+    )
 
 
 def _spelling(one: Entry, layer: str, group: Mapping[str, Tensor]) -> Sequence[Piece]:

@@ -17,7 +17,7 @@ import numpy as np
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, checked
-from valkyrie.errors import write_errors
+from valkyrie.errors import is_there, write_errors
 from valkyrie.inference.reader import Reader
 from valkyrie.lab.decomposition import exchange, labels, masking, own_text, page, text_patterns
 from valkyrie.lab.decomposition.clusters import as_json
@@ -94,12 +94,16 @@ def components(
       readings.append(own_text.read(name, ids, chunks_of(ids), scores.threshold))
   numbers = '_'.join(str(number) for number in steps)
   folder = pathlib.Path(model_dir, f'labels_{numbers}')
-  exchange.read_answers(folder / labels.LABELS)  # what others write is refused before the harvest
+  # What others write is refused before the harvest.
+  answers = exchange.read_answers(folder / labels.LABELS)
+  described: Sequence[labels.Described] = ()
+  if answers and not labeled and is_there(folder / labels.COMPONENTS):
+    described = labels.described(folder)
   found = harvest(reader, shown=shown, windows=windows, labeled=labeled, held_out=held_out)
   if labeled:
-    count = labels.write(folder, found.labeled, vocabulary.decode, scores.threshold)
-    print(f'{folder / labels.PROMPTS}: asks for labels of {count:,} components')
-  sites = labels.with_labels(found.shown, labels.by_place(folder))
+    described = labels.write(folder, found.labeled, vocabulary.decode, scores.threshold)
+    print(f'{folder / labels.PROMPTS}: asks for labels of {len(described):,} components')
+  sites = labels.with_labels(found.shown, labels.by_place(described, answers))
   clusters = None
   if clustered:
     clusters = find_clusters(reader.importances, scores.threshold, most=clustered)

@@ -55,26 +55,19 @@ def line_of(value: dict[str, Any]) -> bytes:
 
 def read_requests(path: pathlib.Path) -> list[Request]:
   """The requests in a file; raises a DataError if it is something else."""
-  found: dict[str, Request] = {}
+  found = []
   for place, fields in objects(path, messages=list):
-    if fields['id'] in found:
-      raise DataError(
-        f'{place} has the id {fields["id"]!r} of an earlier line. Remove one of them.'
-      )
     messages = []
     for message in fields['messages']:
       with told(place):
         of_message = foreign.fields(message, role=str, content=str)
       messages.append({'role': of_message['role'], 'content': of_message['content']})
-    found[fields['id']] = Request(fields['id'], messages)
-  return [*found.values()]
+    found.append(Request(fields['id'], messages))
+  return found
 
 
 def read_answers(path: pathlib.Path) -> dict[str, str]:
-  """{id: answer} of a file, which may be missing; of two answers to a request the later counts.
-
-  Raises a DataError if it is something else.
-  """
+  """{id: answer} of a file, which may be missing; raises a DataError if it is something else."""
   if not is_there(path):
     return {}
   answers = {}
@@ -89,10 +82,13 @@ def read_answers(path: pathlib.Path) -> dict[str, str]:
 
 
 def objects(path: pathlib.Path, **kinds: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-  """(place for a message, JSON object) of each line; it has an id, and fields of these types.
+  """(place for a message, JSON object) of each line.
+
+  Each object has an id of its own, and fields of these types.
 
   Raises a DataError if the file is something else.
   """
+  numbers: dict[str, int] = {}
   try:
     with foreign.opened(path, foreign.LARGEST_FILE) as stream:
       for number, line in enumerate(foreign.lines(stream, _LONGEST_LINE), 1):
@@ -101,8 +97,11 @@ def objects(path: pathlib.Path, **kinds: Any) -> Iterator[tuple[str, dict[str, A
           fields = foreign.json_object(line, id=str, **kinds)
           if not 0 < len(fields['id']) <= _LONGEST_ID:
             raise ValueError(f"its field 'id' has {len(fields['id']):,} characters")
+          first = numbers.setdefault(fields['id'], number)
+          if first != number:
+            raise ValueError(f'its id {fields["id"]!r} is also that of line {first}')
         yield place, fields
-  except OSError as error:
+  except (OSError, ValueError) as error:
     raise DataError(f'{path} cannot be read ({reason_of(error)}). Name another file.') from error
 
 

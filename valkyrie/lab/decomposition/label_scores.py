@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(folder: pathlib.Path) -> str:
   """Writes the questions and scores of a folder; returns the text that is printed."""
   components = labels.described(folder)
-  found = labels.read(folder, components)
+  found = labels.of_answers(components, exchange.read_answers(folder / labels.LABELS))
   asked = questions(components, found.by_id)
   requests = [question._asdict() for pair in asked.values() for question in pair]
   exchange.write_lines(folder / QUESTIONS, requests)

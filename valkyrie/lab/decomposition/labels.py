@@ -10,12 +10,11 @@
 from collections.abc import Mapping, Sequence
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from valkyrie import foreign
-from valkyrie.errors import is_there
 from valkyrie.lab.decomposition import exchange
 from valkyrie.lab.decomposition.exchange import Request
 from valkyrie.lab.decomposition.shown import Component, Decode, ShownSite, Token, Window, pieces
@@ -75,30 +74,29 @@ def write(
   sites: Sequence[ShownSite],
   decode: Decode,
   threshold: float,
-) -> int:
-  """Writes the components and prompts of a harvest; returns their number.
+) -> list[Described]:
+  """Writes the components and prompts of a harvest; returns these components.
 
   A component without a passage has neither.
   """
   requests = []
-  lines = []
+  components = []
   for site in sites:
     for component in site.components:
       if component.windows:
         asked = _request(site.name, component, decode, threshold)
         passages = _held_out(component, decode, threshold)
         requests.append(asked._asdict())
-        lines.append(
-          {
-            'id': asked.id,
-            'site': site.name,
-            'component': component.number,
-            'held_out': [passage._asdict() for passage in passages],
-          }
-        )
-  exchange.write_lines(folder / COMPONENTS, lines)
+        components.append(Described(asked.id, site.name, component.number, passages))
+  exchange.write_lines(folder / COMPONENTS, map(_as_json, components))
   exchange.write_lines(folder / PROMPTS, requests)
-  return len(requests)
+  return components
+
+
+def _as_json(component: Described) -> dict[str, Any]:
+  """The line of a component."""
+  held_out = [passage._asdict() for passage in component.held_out]
+  return {**component._asdict(), 'held_out': held_out}
 
 
 def described(folder: pathlib.Path) -> list[Described]:
@@ -115,13 +113,14 @@ def described(folder: pathlib.Path) -> list[Described]:
   return found
 
 
-def read(folder: pathlib.Path, components: Sequence[Described]) -> Labels:
-  """The labels of these components; raises a DataError if a line of the file is no answer."""
-  answers = exchange.read_answers(folder / LABELS)
+def of_answers(components: Sequence[Described], answers: Mapping[str, str]) -> Labels:
+  """The labels of these components among the answers in a file."""
   by_id = {}
   refused = {}
+  strange = {*answers}
   for component in components:
-    answer = answers.pop(component.id, None)
+    strange.discard(component.id)
+    answer = answers.get(component.id)
     if answer is not None:
       words = answer.split()
       label = foreign.shown(' '.join(words))
@@ -131,15 +130,14 @@ def read(folder: pathlib.Path, components: Sequence[Described]) -> Labels:
         refused[component.id] = f'it has {len(label):,} characters, expected at most {LONGEST}'
       else:
         by_id[component.id] = label
-  return Labels(by_id, refused, len(answers))
+  return Labels(by_id, refused, len(strange))
 
 
-def by_place(folder: pathlib.Path) -> dict[tuple[str, int], str]:
-  """{(name of a site, number of a component): label} of a folder; raises as `read`."""
-  if not is_there(folder / LABELS) or not is_there(folder / COMPONENTS):
-    return {}
-  components = described(folder)
-  found = read(folder, components).by_id
+def by_place(
+  components: Sequence[Described], answers: Mapping[str, str]
+) -> dict[tuple[str, int], str]:
+  """{(name of a site, number of a component): label}, see `of_answers`."""
+  found = of_answers(components, answers).by_id
   labeled = (component for component in components if component.id in found)
   return {(each.site, each.component): found[each.id] for each in labeled}
 
