@@ -362,6 +362,15 @@ def test_a_wrong_key_ends_at_once_and_so_does_an_endpoint_that_fails_always(
     assert f'status {status}: no' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('fields', ['{"model": "other"}', '{"max_tokens": 1, "messages": []}'])
+def test_a_field_that_requests_have_already_is_refused(folder, capsys, fields):
+  files = [str(folder / name) for name in (labels.PROMPTS, labels.LABELS)]
+  assert ask.main([*files, '--model', 'small', '--fields', fields]) == 2
+  said = capsys.readouterr().err
+  name = next(name for name in ('model', 'messages') if name in fields)
+  assert f"--fields has '{name}': " in said and 'Leave it out' in said
+
+
 @pytest.mark.parametrize(
   ('url', 'key', 'message'),
   [

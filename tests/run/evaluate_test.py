@@ -21,6 +21,7 @@ from valkyrie.run import evaluate
 from valkyrie.run.evaluator import Evaluator, chunk_scores
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training.losses import logits
+from valkyrie.training.objective import Term
 
 ROWS, CHUNK = 2, 8
 KINDS = BY_POSITION, TARGETS_BY_POSITION
@@ -173,6 +174,23 @@ def test_a_whole_evaluation_has_the_loss_of_its_quick_part(evaluated, feed):
   assert found['targets'] < whole['targets']
   for metrics in (found, whole):
     assert metrics['bits_per_byte'] == metrics['bits_per_token'] * feed().tokens_per_byte
+
+
+def test_a_number_of_a_term_has_a_name_of_its_own(evaluated, feed):
+  """A term that reports a loss of its own would otherwise decide which step is the best one."""
+  _, model, params = evaluated
+
+  class Other(Term):
+    def values(self, chunk):
+      return {'x': 0 * chunk.batch.weights}
+
+    def metrics(self, model, sums):
+      return {'loss': 0.0}
+
+  layout = Partitioner((('data', 1),), (), ())
+  evaluator = Evaluator(model, layout, feed, ROWS, CHUNK, terms=(Other(),))
+  with pytest.raises(ConfigurationError, match=r"Other.metrics returned 'loss', .* 'Other/loss'"):
+    evaluator(params, whole=False)
 
 
 def test_the_axis_of_the_plot_shows_a_difference_of_a_twentieth(tmp_path):

@@ -319,7 +319,7 @@ class Evaluator:
     if len(scores) == 1:
       ((name, only),) = scores.items()
       metrics = _metrics(only, ratios[name])
-      return {**metrics, **self._of_terms(only)}
+      return self._with_terms(metrics, only)
     shares = []
     for name in scores:
       weight = scores[name].weight.sum()
@@ -332,7 +332,7 @@ class Evaluator:
     mean = jax.tree.map(weighted, *scores.values())
     ratio = mean_tokens_per_byte(self._weights, ratios)
     metrics = _metrics(mean, ratio)
-    metrics |= self._of_terms(mean)
+    metrics = self._with_terms(metrics, mean)
     targets = [float(source.weight.sum()) for source in scores.values()]
     metrics['targets'] = sum(targets)
     for name, source in scores.items():
@@ -341,13 +341,20 @@ class Evaluator:
           metrics[f'{metric}/{name}'] = value
     return metrics
 
-  def _of_terms(self, scores: Any) -> dict[str, float]:
-    metrics: dict[str, float] = {}
+  def _with_terms(self, metrics: Metrics, scores: Any) -> Metrics:
+    """The metrics and those of terms; raises a ConfigurationError if two have one name."""
+    found = dict(metrics)
     for term in self._terms:
       if term.name in scores.terms:
-        sums = scores.terms[term.name]
-        metrics |= term.metrics(self.model, sums)
-    return metrics
+        of_term = term.metrics(self.model, scores.terms[term.name])
+        for name in of_term:
+          if name in found:
+            raise ConfigurationError(
+              f'{term.name}.metrics returned {name!r}, which an evaluation has already. Return it '
+              f'under another name, such as {f"{term.name}/{name}"!r}.'
+            )
+        found |= of_term
+    return found
 
 
 def _sum(parts: Sequence[Scores]) -> Scores:

@@ -29,6 +29,7 @@ _MOST_FAILURES = 5  # in a row, after which the endpoint is given up
 _MOST_NAMED = 3
 _LARGEST = 100_000  # of a flag
 _LIMITS = ('max_tokens', 'max_completion_tokens')
+_FIXED = {'model': '--model', 'messages': 'the file of requests'}  # fields: their origins
 _ABOUT = f"""Has an endpoint in the form of OpenAI's chat completions answer requests. The variables
 {URL} and {KEY} of the environment have its address and key."""
 
@@ -102,6 +103,12 @@ def _fields(flags: argparse.Namespace) -> dict[str, Any]:
   advice = 'Write it as \'{"max_tokens": 300}\'.'
   with converted((ValueError,), UsageError, '--fields cannot be used', advice):
     fields = foreign.json_object(flags.fields.encode(errors='replace'))
+  for name, origin in _FIXED.items():
+    if name in fields:
+      raise UsageError(
+        f'--fields has {name!r}: {foreign.shown(repr(fields[name])):.80}, but this field comes '
+        f'from {origin}. Leave it out of --fields.'
+      )
   return {**fields, 'model': flags.model}
 
 
