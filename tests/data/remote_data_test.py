@@ -310,6 +310,17 @@ def test_a_denied_store_says_how_to_get_access(service, cache):
     opened(scheme)
 
 
+@pytest.mark.parametrize('address', ['s3://', 'gs://', 's3:///data', 'gs://anonymous@', 'gcs:///'])
+def test_an_address_without_a_bucket_is_refused(cache, address):
+  """pyarrow takes the next name for the bucket: that of the store, or of the first folder."""
+  scheme, _, _ = address.partition(':')
+  message = rf'://.* names no bucket after {scheme}://\. Use {scheme}://BUCKET/FOLDER'
+  with pytest.raises(ConfigurationError, match=message):
+    open_store(LETTERS, address)
+  with pytest.raises(ConfigurationError, match=message):
+    texts(address)
+
+
 def test_a_store_is_not_built_at_an_address():
   with pytest.raises(ConfigurationError, match='gs://bucket/stores'):
     store_path(LETTERS, 'gs://bucket/stores')

@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.fs
 
 from valkyrie import foreign
-from valkyrie.config import paths
+from valkyrie.config import paths, redact
 from valkyrie.data import file_names
-from valkyrie.errors import DataError, StorageError
+from valkyrie.errors import ConfigurationError, DataError, StorageError
 from valkyrie.storage import bucket
 
 _PUBLIC = 'anonymous@'  # before the name of a bucket
 _CLOUD_STORAGE = ('gs', 'gcs')
+_OF_BUCKETS = (*_CLOUD_STORAGE, 's3', 'abfs', 'abfss')  # file:// and hdfs:// may have no host
 _KEPT = "/%:@*~!$&'()+,;="  # signs that the path of a URI may have as they are
 _DENIED = re.compile('ACCESS_DENIED|INVALID_ACCESS|SIGNATURE')
 _ADVICE = {
@@ -50,12 +51,13 @@ def filesystem_of(location: str) -> tuple[Any, str]:
 
   Raises:
     ArrowInvalid, OSError: errors of pyarrow.
-    ConfigurationError, StorageError: errors of `bucket.client`.
+    ConfigurationError: the address names no bucket; and StorageError, errors of `bucket.client`.
   """
   if not paths.is_address(location):
     return pyarrow.fs.LocalFileSystem(), file_names.absolute(location)
   scheme, _, rest = location.partition('://')
   path, _, query = rest.partition('?')
+  _check_bucket(location, scheme, path)
   if scheme in _CLOUD_STORAGE:
     parameters = dict(urllib.parse.parse_qsl(query))
     patience = {}
@@ -71,6 +73,17 @@ def filesystem_of(location: str) -> tuple[Any, str]:
   if query:
     uri += f'?{query}'
   return pyarrow.fs.FileSystem.from_uri(uri)
+
+
+def _check_bucket(location: str, scheme: str, path: str) -> None:
+  """Raises a ConfigurationError for an address of a store of buckets that names none of them."""
+  authority, _, _ = path.partition('/')
+  _, _, name = authority.rpartition('@')
+  if scheme in _OF_BUCKETS and not name.strip():
+    place = foreign.shown(redact.in_value(location))
+    raise ConfigurationError(
+      f'The address {place} names no bucket after {scheme}://. Use {scheme}://BUCKET/FOLDER.'
+    )
 
 
 @contextlib.contextmanager
