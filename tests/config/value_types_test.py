@@ -4,6 +4,7 @@ import ast
 from collections.abc import Sequence
 import dataclasses
 import importlib
+import math
 import re
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import gin
 from gin import config as gin_config
 import haiku as hk
 import jax
+import numpy as np
 import pytest
 
 from valkyrie import main
@@ -211,13 +213,14 @@ def test_numbers_without_sense_are_refused(value):
   'Evaluator.chunks=0', 'validation/TaskFeed.batch_size=-4', 'Checkpoints.keep=0',
   'optax.adamw.b1=1.5', 'optax.adamw.b2=-0.1', 'optax.adamw.weight_decay=-0.1',
   'optax.adamw.eps=-1e-8', 'long_context.samples=0', 'long_context.depths=(0.5, 1.5)',
+  'learning_rate=1e39', 'infer.temperature=1e39', 'optax.adamw.eps=1e39', 'Rotary.base=1e-39',
 ])  # fmt: skip
 def test_a_flag_out_of_range_is_named_with_its_value_and_range(binding):
   name, value = binding.split('=')
   with pytest.raises(ConfigurationError, match='is out of range') as refusal:
     load(binding)
   message = str(refusal.value)
-  assert f'--gin.{name}=' in message and re.search(r'in [\[(]-?[0-9.e]+, \S+[\])]\.$', message)
+  assert f'--gin.{name}=' in message and re.search(r'in [\[(]-?[0-9.e-]+, \S+[\])]\.$', message)
   found = ast.literal_eval(value)
   assert f' = {found[-1] if isinstance(found, tuple) else found!r} is' in message
 
@@ -231,6 +234,18 @@ def test_a_flag_out_of_range_is_named_with_its_value_and_range(binding):
 ])  # fmt: skip
 def test_numbers_with_a_sense_are_accepted(binding):
   load(binding)
+
+
+@pytest.mark.parametrize('kind', [
+  'PositiveFloat', 'NonNegativeFloat', 'Fraction', 'ProperFraction', 'Factor', 'Limit',
+])  # fmt: skip
+def test_a_number_in_range_is_in_the_range_of_float32(kind):
+  """A finite one is finite there, and one that must not be 0 is not; seconds stay on the host."""
+  _, permitted = ranges.range_in(getattr(ranges, kind))
+  for value in (1e-46, 1.1e-38, 1.2e-38, 3.4e38, 3.5e38, 1e300):
+    if value in permitted:
+      assert np.float32(value) in permitted and np.isfinite(np.float32(value))
+  assert (math.inf in permitted) == (kind == 'Limit')
 
 
 def test_a_number_out_of_range_ends_before_anything_is_built(tmp_path, capsys):

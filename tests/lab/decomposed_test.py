@@ -242,6 +242,13 @@ def test_a_cluster_of_some_chunks_only_is_not_stable():
   assert found.clusters and all(cluster.stability < 0.95 for cluster in found.clusters)
 
 
+def test_a_factor_of_a_component_is_a_number_of_float32():
+  for factor in (1e39, float('nan'), float('inf')):
+    with pytest.raises(ConfigurationError, match=r'a factor of a = .* Use a number in \[-3.4e38, '):
+      masking.scaled({'a': {0: factor}}, {'a': C})
+  assert masking.scaled({'a': {0: -2.5, 1: 0}}, {'a': C}).factors['a'].tolist() == [-2.5, 0, 1]
+
+
 @pytest.mark.parametrize(
   ('ask', 'message'),
   [

@@ -16,18 +16,24 @@ from valkyrie.errors import ConfigurationError
 
 
 class Range(NamedTuple):
-  """A mathematical interval, such as '(0, 1]': a round bracket leaves its bound out."""
+  """A mathematical interval, such as '(0, 1]': a round bracket leaves its bound out.
+
+  '[0, 1] or inf' has one number more.
+  """
 
   interval: str
 
   def __contains__(self, number: Any) -> bool:
-    bounds = self.interval[1:-1].split(', ')
+    interval, *others = self.interval.split(' or ')
+    if number in map(_bound, others):
+      return True
+    bounds = interval[1:-1].split(', ')
     least, most = map(_bound, bounds)
     if number == least:
-      is_closed = self.interval.startswith('[')
+      is_closed = interval.startswith('[')
       return is_closed and number <= most
     if number == most:
-      is_closed = self.interval.endswith(']')
+      is_closed = interval.endswith(']')
       return is_closed and number >= least
     return least < number < most
 
@@ -45,12 +51,14 @@ NonNegativeInt = Annotated[int, Range('[0, 2147483647]')]
 PositiveInt64 = Annotated[int, Range('[1, 9223372036854775807]')]
 Seed = Annotated[int, Range('[0, 4294967295]')]
 
-PositiveFloat = Annotated[float, Range('(0, inf)')]
-NonNegativeFloat = Annotated[float, Range('[0, inf)')]
+# Those of devices fit float32: a larger number is infinite there, and a smaller one 0.
+PositiveFloat = Annotated[float, Range('[1.2e-38, 3.4e38]')]
+FiniteFloat = Annotated[float, Range('[-3.4e38, 3.4e38]')]
+NonNegativeFloat = Annotated[float, Range('[0, 3.4e38]')]
 Fraction = Annotated[float, Range('[0, 1]')]
 ProperFraction = Annotated[float, Range('[0, 1)')]
-Factor = Annotated[float, Range('[1, inf)')]
-Limit = Annotated[float, Range('(0, inf]')]  # infinity limits nothing
+Factor = Annotated[float, Range('[1, 3.4e38]')]
+Limit = Annotated[float, Range('[1.2e-38, 3.4e38] or inf')]  # infinity limits nothing
 Seconds = Annotated[float, Range('[0, inf]')]
 
 _Function = TypeVar('_Function', bound=Callable)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import FiniteFloat, check
 from valkyrie.errors import UsageError, check_choice, first_of
 from valkyrie.models.matrices import Masks
 from valkyrie.types import Array
@@ -70,7 +71,10 @@ def scaled(factors: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int])
   by_site = {}
   for name, of_site in factors.items():
     by_site[name] = np.ones(_size(name, sizes), np.float32)
-    by_site[name][check_numbers(name, of_site, sizes)] = [*of_site.values()]
+    values = [*of_site.values()]
+    if values:
+      check(f'scaled: a factor of {name}', values, FiniteFloat)
+    by_site[name][check_numbers(name, of_site, sizes)] = values
   return Masking('whole', by_site, delta=1.0)
 
 
