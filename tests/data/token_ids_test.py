@@ -140,6 +140,19 @@ def test_an_array_that_was_cut_short_is_damaged_and_never_unpickled(tmp_path):
       list(TokenSource(str(file)).encoded_by(ByteVocabulary()).documents('train', 0, 1))
 
 
+@pytest.mark.parametrize('version', [(1, 0), (2, 0), (3, 0)])
+def test_an_array_in_any_version_of_the_format_is_read(tmp_path, version):
+  file = tmp_path / 'a.npy'
+  with open(file, 'wb') as stream:
+    np.lib.format.write_array(stream, ROWS, version)
+  source = TokenSource(str(file)).encoded_by(ByteVocabulary())
+  found = [document.tokens for document in source.documents('train', 0, 1)]
+  np.testing.assert_array_equal(found, ROWS)
+  file.write_bytes(file.read_bytes().replace(bytes(version), b'\4\0', 1))
+  with pytest.raises(DataError, match=r'a\.npy is corrupt: .* the version 4\.0 of the format, exp'):
+    list(source.documents('train', 0, 1))
+
+
 def test_another_column_is_named_by_its_macro(tmp_path):
   write(tmp_path / 'a.parquet', ROWS)
   with pytest.raises(DataError, match=r'has no column tokens; it has input_ids.*gin\.ids_column'):

@@ -12,6 +12,8 @@ _AT_ONCE = 2**24  # bytes
 _HEADERS = {
   (1, 0): np.lib.format.read_array_header_1_0,
   (2, 0): np.lib.format.read_array_header_2_0,
+  # As 2.0 but for names of fields, which no array of numbers has.
+  (3, 0): np.lib.format.read_array_header_2_0,
 }
 
 
@@ -22,6 +24,9 @@ def npy_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
   """
   try:
     version = np.lib.format.read_magic(stream)
+    if version not in _HEADERS:
+      major, minor = version
+      raise ValueError(f'it has the version {major}.{minor} of the format, expected 1.0 to 3.0')
     return _HEADERS[version](stream)
   except OSError:
     raise
