@@ -90,6 +90,9 @@ def test_a_text_is_read_once_for_its_components_and_its_patterns(parts):
   """This model has no attention, so nothing but its components can be shown."""
   reader = parts.run.text_rows.reader
   assert not text_patterns.has_patterns(reader, parts._params)
+  compiled = parts._passes.read._cache_size()
+  assert parts.patterns(TEXT, masking.ROUNDED) == {}
+  assert parts._passes.read._cache_size() == compiled  # no chunk was read for it
   (tokens,) = parts.run.text_rows.tokens([TEXT], None)
   chunks = [
     *text_patterns.read(parts._passes, parts._params, tokens, masking.IMPORTANT, queries=20)

@@ -47,8 +47,12 @@ def of_text(
 ) -> dict[str, LayerPatterns]:
   """{name of a layer of attention: its patterns}, from the first layer to the last.
 
+  A model without attention has none, and the text is not read.
+
   Raises a ConfigurationError if the model cannot read so many tokens.
   """
+  if not has_patterns(passes.reader, params):
+    return {}
   chunks = read(passes, params, tokens, masks, queries)
   return joined([chunk.patterns for chunk in chunks], len(tokens))
 
