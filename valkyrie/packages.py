@@ -16,6 +16,11 @@ import sys
 
 from valkyrie import __version__
 
+_COMPILERS = {
+  'cpu': ('jaxlib',),
+  'gpu': ('jax-cuda13-pjrt', 'jax-cuda12-pjrt'),
+  'tpu': ('libtpu',),
+}
 _COMPUTING = ('jax', 'jaxlib', 'dm-haiku', 'optax', 'orbax-checkpoint', 'numpy')
 
 
@@ -32,6 +37,15 @@ def versions() -> dict[str, str]:
   found = {'valkyrie': __version__, 'python': platform.python_version()}
   for package in _COMPUTING:
     found[package] = version(package)
+  return found
+
+
+def compilers(platform: str) -> dict[str, str]:
+  """{package: version} of the compilers for a platform of jax, such as 'tpu', as far as known."""
+  found = {}
+  for package in _COMPILERS.get(platform, ()):
+    for distribution in metadata.distributions(name=package):
+      found.setdefault(package, distribution.version)
   return found
 
 

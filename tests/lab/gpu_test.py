@@ -84,6 +84,8 @@ def test_names_of_gpus():
   assert nodes == (4, 'h100', 8)
   assert nodes.usable_bytes == int(0.9 * 84942979072)
   assert gpu_nodes.parse('a100:1') == (1, 'a100', 1)
+  assert gpu_nodes.named('4xh100:8') == nodes
+  assert gpu_nodes.named('v4:2x2x1') is None and gpu_nodes.named(None) is None
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ import types
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jaxlib
 import numpy as np
 import PIL.Image
 import pytest
 
+from valkyrie import packages
 from valkyrie.errors import ConfigurationError, StorageError
 from valkyrie.monitoring import chips, memory, metric_writer, model_info, system
 from valkyrie.monitoring.json_lines import JsonLines, by_step
@@ -708,6 +710,17 @@ def test_system_lines_name_versions_devices_and_memory():
   assert 'devices: 8 x cpu (cpu), 8 local, process 0 of 1' in text
   assert 'processors' in text
   assert 'available' in text
+
+
+def test_compilers_of_a_platform_are_those_that_are_found_first(tmp_path, monkeypatch):
+  assert packages.compilers('cpu') == {'jaxlib': jaxlib.__version__}
+  assert packages.compilers('abacus') == {}
+  for folder, version in (('b', '13.2'), ('a', '13.1')):
+    described = tmp_path / folder / f'jax_cuda13_pjrt-{version}.dist-info'
+    described.mkdir(parents=True)
+    (described / 'METADATA').write_text(f'Name: jax-cuda13-pjrt\nVersion: {version}\n')
+    monkeypatch.syspath_prepend(tmp_path / folder)
+  assert packages.compilers('gpu')['jax-cuda13-pjrt'] == '13.1'
 
 
 @pytest.mark.parametrize(

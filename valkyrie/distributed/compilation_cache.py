@@ -15,7 +15,6 @@ import atexit
 from collections.abc import Sequence
 import contextlib
 import hashlib
-from importlib import metadata
 import os
 import pathlib
 import pickle
@@ -28,6 +27,7 @@ import jax
 from jax.experimental import serialize_executable
 import jaxlib.version
 
+from valkyrie import packages
 from valkyrie.config import paths
 from valkyrie.errors import StorageError
 from valkyrie.storage import owned, whole_file
@@ -195,8 +195,7 @@ def _name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
   """A hash of all that a program depends on, the same without its devices."""
   first = devices[0]
   if first.platform == 'tpu':  # whose programs do not depend on the processor of the host
-    distributions = metadata.distributions(name='libtpu')
-    compiler = [distribution.version for distribution in distributions]
+    compiler = [*packages.compilers('tpu').values()]
   else:
     compiler = [_key(), first.client.platform_version]
   flags = [os.environ.get(name) for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]

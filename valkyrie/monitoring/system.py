@@ -1,15 +1,12 @@
 """The system of a run, in the first lines of its log."""
 
-from importlib import metadata
 import os
 import platform
 
 import jax
 
 from valkyrie.monitoring.memory import available, in_units
-from valkyrie.packages import versions
-
-_PLUGINS = ('libtpu', 'jax-cuda13-pjrt', 'jax-cuda12-pjrt')
+from valkyrie.packages import compilers, versions
 
 
 def lines() -> list[str]:
@@ -44,11 +41,9 @@ def lines() -> list[str]:
 
 def _compiler_version() -> str:
   """The plugin that compiles for the devices, as it names itself, with its date; '' on a CPU."""
-  client = jax.devices()[0].client
-  if client.platform == 'cpu':
+  device = jax.devices()[0]
+  if device.platform == 'cpu':
     return ''
-  named = ' '.join(client.platform_version.split())
-  found = []
-  for plugin in _PLUGINS:
-    found += [f'{plugin} {one.version}' for one in metadata.distributions(name=plugin)]
+  named = ' '.join(device.client.platform_version.split())
+  found = [f'{package} {version}' for package, version in compilers(device.platform).items()]
   return ', '.join([named, *found])

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 import numpy as np
 
+from valkyrie import packages
 from valkyrie.distributed import compilation_cache
 from valkyrie.lab.certificates import collectives, gpu_nodes, hlo, topologies, work
 from valkyrie.models.layers import MixerOptions
 from valkyrie.monitoring import chips
-from valkyrie.packages import version
 from valkyrie.training import kernel_check
 from valkyrie.training.curriculum import Phase
 from valkyrie.training.setup import Setup
@@ -51,8 +51,9 @@ def compile_step(
   facts |= _program(module, works, sent, facts)
   if topology is None:
     return facts
-  if gpu_nodes.names_gpus(topology):
-    return facts | _gpu_estimates(topology, works, sent, facts, mesh, dcn_bytes_per_second)
+  nodes = gpu_nodes.named(topology)
+  if nodes is not None:
+    return facts | _gpu_estimates(nodes, works, sent, facts, mesh, dcn_bytes_per_second)
   facts['plain_cycles_per_flop'] = _plain_cycles(setup)
   return facts | _estimates(topology, works, sent, facts, mesh, dcn_bytes_per_second)
 
@@ -62,13 +63,12 @@ def _facts(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
   partitioner = setup.partitioner
   mesh = partitioner.mesh
   rows = setup.settings.batch_size
-  compiler = 'jaxlib'
-  device_kind = mesh.devices.flat[0].device_kind
-  if topology is not None and gpu_nodes.names_gpus(topology):
-    compiler = 'jax-cuda13-pjrt'
-    device_kind = gpu_nodes.parse(topology).gpu.name
-  elif topology is not None:
-    compiler = 'libtpu'
+  device = mesh.devices.flat[0]
+  device_kind = device.device_kind
+  nodes = gpu_nodes.named(topology)
+  if nodes is not None:
+    device_kind = nodes.gpu.name
+  compilers = [f'{name} {version}' for name, version in packages.compilers(device.platform).items()]
   rules = []
   for logical in partitioner.axis_rules:
     names = partitioner.axes_of(logical)
@@ -77,7 +77,7 @@ def _facts(setup: Setup, phase: Phase, topology: str | None) -> dict[str, Any]:
   activations = ('batch', 'time', 'activation')
   return {
     'topology': topology,
-    'compiler': f'{compiler} {version(compiler)}',
+    'compiler': ', '.join(compilers) or 'unknown',
     'device_kind': device_kind,
     'chips': mesh.size,
     'mesh': dict(mesh.shape),
@@ -216,7 +216,7 @@ def _estimates(
 
 
 def _gpu_estimates(
-  topology: str,
+  nodes: gpu_nodes.Nodes,
   works: Sequence[work.Work],
   sent: Sequence[collectives.Collective],
   facts: Mapping[str, Any],
@@ -224,7 +224,6 @@ def _gpu_estimates(
   dcn_bytes_per_second: float | None,
 ) -> dict[str, Any]:
   """As `_estimates`, on GPUs. Pairs are [without, with a cost of each kernel], see `gpu_nodes`."""
-  nodes = gpu_nodes.parse(topology)
   seconds_by_axes, bytes_between = gpu_nodes.message_seconds(
     sent, mesh, nodes, dcn_bytes_per_second
   )

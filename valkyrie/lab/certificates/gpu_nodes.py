@@ -79,10 +79,15 @@ class Nodes(NamedTuple):
     return int(_POOL * self.gpu.hbm_bytes)
 
 
-def names_gpus(topology: str) -> bool:
-  """Whether a topology is meant to name GPUs: it contains the letters and digits of one."""
-  name = topology.lower()
-  return any(chip in name for chip in GPUS)
+def named(topology: str | None) -> Nodes | None:
+  """The nodes of a topology that is meant to name GPUs; None for another one, or without one.
+
+  Such a topology contains the letters and digits of a GPU. Raises as `parse`.
+  """
+  name = (topology or '').lower()
+  if topology is None or not any(chip in name for chip in GPUS):
+    return None
+  return parse(topology)
 
 
 def parse(name: str) -> Nodes:
@@ -104,9 +109,8 @@ def parse(name: str) -> Nodes:
   return Nodes(int(count or 1), chip, int(gpus))
 
 
-def devices(name: str) -> Sequence[Any]:
-  """The devices of the nodes; raises as `parse`, or if the plugin is missing."""
-  nodes = parse(name)
+def devices(name: str, nodes: Nodes) -> Sequence[Any]:
+  """The devices of the nodes of this name; raises a ConfigurationError if the plugin is missing."""
   if importlib.util.find_spec('jax_cuda13_plugin') is None:
     raise ConfigurationError(
       f'--topology={name}: the CUDA plugin of jax, the compiler for GPUs, is not installed. '

@@ -113,8 +113,9 @@ def precompile(
 
 def _memory_of(device: Any, topology: str | None) -> int | None:
   """The bytes of a device that a program may use; None if they are unknown, as on a CPU."""
-  if topology is not None and gpu_nodes.names_gpus(topology):
-    return gpu_nodes.parse(topology).usable_bytes
+  nodes = gpu_nodes.named(topology)
+  if nodes is not None:
+    return nodes.usable_bytes
   chip = chips.of_kind(device.device_kind)
   if chip and chip.hbm_bytes:
     return chip.hbm_bytes

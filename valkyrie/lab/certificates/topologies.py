@@ -107,8 +107,9 @@ def _nearest(sides: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[
 
 def devices(name: str) -> Sequence[Any]:
   """The devices of slices or nodes, one per chip; raises as `parse`, or without their compiler."""
-  if gpu_nodes.names_gpus(name):
-    return gpu_nodes.devices(name)
+  nodes = gpu_nodes.named(name)
+  if nodes is not None:
+    return gpu_nodes.devices(name, nodes)
   slices, chip, sides = parse(name)
   if importlib.util.find_spec('libtpu') is None:
     raise ConfigurationError(
