@@ -193,6 +193,13 @@ def test_a_number_of_a_term_has_a_name_of_its_own(evaluated, feed):
     evaluator(params, whole=False)
 
 
+def test_metrics_of_one_name_are_refused(feed):
+  other = functools.wraps(late)(lambda scores, chunk: (scores.right, chunk.weights))
+  layout = Partitioner((('data', 1),), (), ())
+  with pytest.raises(ConfigurationError, match=r"2 functions with the name 'late', under which"):
+    Evaluator(tiny.model(), layout, feed, ROWS, CHUNK, metrics=(late, other))
+
+
 def test_the_axis_of_the_plot_shows_a_difference_of_a_twentieth(tmp_path):
   losses = {'a': 2.0, 'b': 1.95, 'c': 1.5}
   curves = {

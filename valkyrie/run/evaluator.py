@@ -144,6 +144,13 @@ class Evaluator:
     self._weights: Mapping[str, float] = getattr(tokens, 'weights', {'': 1.0})
     self.chunk_size = chunk_size
     self._quick = chunks
+    names = [metric.__name__ for metric in metrics]
+    for name in names:
+      if names.count(name) > 1:
+        raise ConfigurationError(
+          f'Evaluator.metrics has {names.count(name)} functions with the name {name!r}, under which '
+          'they would be logged. Give each a name of its own.'
+        )
     for term in terms:
       model = term.extended(model)
     self.model = model
