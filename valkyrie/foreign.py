@@ -162,7 +162,7 @@ def lines(stream: Any, longest: int = LONGEST_LINE) -> Iterator[Any]:
 
 
 class RepeatedField(ValueError):
-  """A JSON object has two fields of one name, of which the standard library keeps the last."""
+  """A JSON object has two fields of one name; the standard library would keep the last."""
 
 
 def json_value(text: bytes) -> Any:

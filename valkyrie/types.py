@@ -72,7 +72,7 @@ class SequenceMixer(Protocol):
   reach (0): the largest distance at which its attention window sees a token.
   horizon (None): the longest time constant of its state at initialization, in tokens.
   max_context (None): the longest document that it can read, if it carries what it reads.
-  slides (False): whether it also reads longer documents, of which it sees the last tokens.
+  slides (False): whether it also reads longer documents, and sees their last tokens.
   carried (True): whether chunks pass on what they read; False if each is read by itself.
   configure: a method that takes the `layers.MixerOptions` of the model before it is called.
   """

@@ -1,7 +1,7 @@
 """Whether `run.attribution` finds what matters: planted passages in long texts, and occlusion.
 
 Each text has 131,072 tokens of filler, with k keys and values at random places, and the model of
-gin/recall_cpu.gin is asked for all of them; or 128 letters, with a number of two digits, for which
+gin/recall_cpu.gin is asked for all k; or 128 letters, with a number of two digits, for which
 the model of gin/passkey_cpu.gin is asked. The strengths of each answer are divided by their
 largest, since a certain answer depends on all tokens less than an uncertain one. The k passages
 that are the strongest for all answers together are compared with the planted ones, then overwritten

@@ -2,7 +2,7 @@
 
 The task is to say what a function does: from `name(arguments)` the first line of its docstring, for
 the public functions of packages that Valkyrie needs. The base is gin/tiny_cpu.gin, trained on the
-standard library, which has none of them, or a run that --base names, with its --gin_file. All learn
+standard library, which lacks them, or a run that --base names, with its --gin_file. All learn
 the same steps from it, from all answers or from a few (--answers), at several rates; of each, the
 rate and the step with the lowest loss on the held-out answers count.
 

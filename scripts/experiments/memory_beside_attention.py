@@ -5,7 +5,7 @@ gated_delta.gin needs for --budget tokens, as the package counts them, attention
 With several --rates, each is tried for --rate_budget tokens' worth and the first seed, and the one
 that validates best trains the seeds. Then each model reads the first --tokens tokens of held-out
 subsystems: with its carry, or, where attention reads rows by themselves, in rows that overlap by
-half, of which the second half counts. Differences from the first model are means over the
+half and count with their second half. Differences from the first model are means over the
 subsystems, with 95% intervals (Student's t); of several seeds, a subsystem's mean counts. The
 picture memory_beside_attention.png in the folder of the results shows them.
 

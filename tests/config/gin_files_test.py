@@ -152,7 +152,7 @@ def test_a_layout_takes_the_place_of_any_other_one(file):
 
 
 def test_the_step_for_a_gpu_is_lowered_without_one():
-  """With the forms of a GPU: no loop goes over the tokens of a chunk, as that of a CPU does."""
+  """With the forms of a GPU: no loop goes over the tokens of a chunk, as a CPU's does."""
   load(FOLDER / 'h200.gin')
   setup = Setup(StepSettings())
   (phase,) = setup.curriculum.forms

@@ -1,4 +1,4 @@
-"""A text of which nothing is known is read whole, or it is said how it is cut."""
+"""An unknown text is read whole, or a line says how it is cut."""
 
 import re
 

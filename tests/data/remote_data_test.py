@@ -312,7 +312,7 @@ def test_a_denied_store_says_how_to_get_access(service, cache):
 
 @pytest.mark.parametrize('address', ['s3://', 'gs://', 's3:///data', 'gs://anonymous@', 'gcs:///'])
 def test_an_address_without_a_bucket_is_refused(cache, address):
-  """pyarrow takes the next name for the bucket: that of the store, or of the first folder."""
+  """pyarrow takes the next name for the bucket: the store's, or the first folder's."""
   scheme, _, _ = address.partition(':')
   message = rf'://.* names no bucket after {scheme}://\. Use {scheme}://BUCKET/FOLDER'
   with pytest.raises(ConfigurationError, match=message):

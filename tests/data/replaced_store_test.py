@@ -35,7 +35,7 @@ def build(tmp_path, *more, shards=2):
 
 
 def words(tmp_path):
-  """The first words of the documents of a store, every byte of which is read."""
+  """The first words of the documents of a store, after a check of its every byte."""
   token_store.verify(tmp_path / 'store')
   store = TokenStore.open(tmp_path / 'store', BYTES)
   numbers = np.arange(len(store.lengths))

@@ -37,7 +37,7 @@ def write(folder, *names):
 
 
 def read(location, **options):
-  """The files of which each split has documents."""
+  """The files whose documents each split has."""
   source = TextSource(str(location), **options)
   return {
     split: sorted({document.text.split(' ')[0] for document in source.documents(split, 0, 1)})

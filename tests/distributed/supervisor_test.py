@@ -147,7 +147,7 @@ def test_a_command_that_does_not_exist_is_named(supervise):
 
 @pytest.mark.parametrize('how', ['closed', 'reused'])
 def test_a_command_that_cannot_be_heard_is_not_killed(supervise, tmp_path, how):
-  """A program between supervisor and run closes the pipe; its number may be that of a file then."""
+  """A program between supervisor and run closes the pipe; a file may have its number then."""
   between = tmp_path / 'between.py'
   open_again = 'os.dup2(os.open(sys.argv[3] + "/other", os.O_RDWR | os.O_CREAT), descriptor)'
   between.write_text(f"""

@@ -216,7 +216,7 @@ def paused(harness: Harness, times: int) -> Iterator[Trial]:
 
 
 def _with_credentials(url: str) -> dict[str, str]:
-  """The variables by which clients use another address like that of the service."""
+  """The variables by which clients use another address as they do the service."""
   return {
     'STORAGE_EMULATOR_HOST': '',
     'FSSPEC_GCS': json.dumps({'endpoint_url': url}),

@@ -36,7 +36,7 @@ class FaultyFeed(TaskFeed):
     self._steps = steps if jax.process_index() == process else ()
     if fault == 'stall':
       self._once = pathlib.Path(gin.query_parameter('Act.once'))
-      self._steps = (gin.query_parameter('Act.at'),)  # that of this process
+      self._steps = (gin.query_parameter('Act.at'),)  # this process's step
 
   def read(self, position, length, rows=None):
     batch = super().read(position, length, rows)

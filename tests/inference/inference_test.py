@@ -373,7 +373,7 @@ def test_carries_in_files(tmp_path):
 def test_a_document_is_read_on_from_any_place(mixers, monkeypatch):
   """Of what precedes a change, at most half, or as much as follows it, is read again, or a chunk.
 
-  The result is that of reading anew, bit for bit.
+  The result equals a whole reading, bit for bit.
   """
   loaded, size = built(mixers), 16
   whole = text(150)

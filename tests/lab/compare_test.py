@@ -130,7 +130,7 @@ def test_a_trial_that_took_another_time_than_planned_is_repeated(common, tmp_pat
     'busy/rehearsal of 40',
     'busy/seconds=10,seed=0 of 10',
     'busy/seconds=10,seed=0,repeated of 20',
-    'busy/seconds=10,seed=1 of 20',  # the pace is that of the newest run
+    'busy/seconds=10,seed=1 of 20',  # the newest run gives the pace
   ]
   assert 'busy is better than steady by 0.500 bits per byte' in said.out
   assert 'Not all trained' not in said.out

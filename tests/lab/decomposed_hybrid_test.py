@@ -57,7 +57,8 @@ def test_an_imported_hybrid_is_decomposed_shown_and_traced(tmp_path, capsys):
   gin.clear_config(clear_constants=True)
   capsys.readouterr()
   assert main.main(flags) == 65
-  assert "components.jsonl, line 2, cannot be used: its id 'a'" in capsys.readouterr().err
+  refused = "components.jsonl, line 2, cannot be used: line 1 has the id 'a', too"
+  assert refused in capsys.readouterr().err
   said = start('--run_mode=components', '--gin.components.labeled=1', own)
   assert 'asks for labels of' in said and (run / 'components_1' / 'index.html').exists()
   assert f'"attention":["{ATTENTION}"]' in (run / 'components_1' / 'data' / 'index.js').read_text()

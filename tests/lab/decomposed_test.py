@@ -203,7 +203,7 @@ def test_writers_are_slopes_of_the_masks_through_all_chunks(parts, whole):
 
 
 def test_clusters_are_components_that_are_active_together():
-  """Two groups among components that are active at random, one of which holds only at times."""
+  """Two groups among components that are active at random; one group holds only at times."""
   random = np.random.default_rng(0)
 
   def chunk(number):

@@ -433,9 +433,7 @@ def test_an_id_that_two_lines_have_is_refused(folder, name):
     labels.PROMPTS: lambda: exchange.read_requests(folder / name),
     labels.LABELS: lambda: labels_in(folder),
   }
-  with pytest.raises(
-    DataError, match=rf"{name}, line 5, .*: its id '{ids[0]}' is also that of line 1"
-  ):
+  with pytest.raises(DataError, match=rf"{name}, line 5, .*: line 1 has the id '{ids[0]}', too"):
     readers[name]()
 
 

@@ -35,7 +35,7 @@ def float64():
 
 @pytest.fixture
 def few_logits(monkeypatch):
-  """Blocks of at most 5 keys, of which the last is not full."""
+  """Blocks of at most 5 keys; the last one is not full."""
   monkeypatch.setattr(slices, 'LOGITS_AT_ONCE', 5 * 4 * HEADS * len(ROWS))
 
 

@@ -208,7 +208,7 @@ in_slices_of_64 = jax.jit(functools.partial(gated_delta.gated_delta_rule, slice_
 
 
 def test_long_memories_in_float32():
-  """8192 tokens of time constants of 10^6, almost none of which erases: a decay that was rounded to
+  """8192 tokens with time constants of 10^6 hardly erase anything: a decay that was rounded to
   float32 once a token would be wrong by 3% of itself, and the state by 2e-4."""
   *rest, beta, state = rule_inputs(1, 8192, 1e-6)
   arguments = *rest, 1e-4 * beta, state

@@ -1,4 +1,4 @@
-"""The recurrence of HRM against its equations, and its gradient against that of its last steps."""
+"""The recurrence of HRM against its equations; its gradient against its last steps' gradient."""
 
 import functools
 

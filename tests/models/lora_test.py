@@ -102,7 +102,7 @@ def test_only_adapters_learn_and_count():
   assert all(np.any(learned[path] != adapters[path]) for path in adapters if path.endswith('_b'))
   moments = sum(leaf.size for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim)
   assert moments == 2 * sum(leaf.size for leaf in adapters.values())
-  # The norm is that of the adapters alone: of B at first, since B = 0 stops the gradient of A.
+  # The norm counts the adapters alone: at first only B, since B = 0 stops the gradient of A.
   whole = jax.jit(
     make_train_step(
       model, Optimizer(learning_rate=0.01, warmup_steps=0, train_steps=9), Curriculum([PHASE]),

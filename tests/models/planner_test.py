@@ -211,7 +211,7 @@ def test_a_token_depends_on_earlier_intervals_and_on_nothing_else():
   """In a model whose only way from token to token is the planner; documents start in mid-chunk.
 
   Changing a token changes every later interval of its document. Its gradient reaches the next one,
-  since that of the recurrence is cut at its last step. In float64: in float32 the rows of a batch
+  since the recurrence cuts it at its last step. In float64: in float32 the rows of a batch
   round differently, and the recurrence amplifies that.
   """
   with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""The contract of a recurrent sequence mixer, for all of them."""
+"""The contract of a recurrent sequence mixer, for each one."""
 
 import functools
 

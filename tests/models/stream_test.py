@@ -70,7 +70,7 @@ def stream():
 
 @pytest.mark.parametrize('name', MODELS)
 def test_the_stream_stays_sane_at_any_depth(name):
-  """Its size grows by no more than that of a sum of independent terms, and tokens stay distinct."""
+  """Its size grows no faster than a sum of independent terms, and tokens stay distinct."""
   flags = [f'--gin.{flag}' for flag in MODELS[name]]
   load_gin([f'gin/models/{name}.gin'], flags, modules=main.CONFIGURABLE_MODULES)
   x, mixers = stream()

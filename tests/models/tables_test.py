@@ -1,4 +1,4 @@
-"""Rows of a table: the gradient of a GPU's form, beside that of the plain one."""
+"""Rows of a table: the gradient of a GPU's form, beside the plain form's."""
 
 import types
 

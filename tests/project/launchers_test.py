@@ -129,7 +129,7 @@ def test_missing_arguments_are_a_usage_error(name):
 
 @pytest.mark.parametrize('name', ['compare', 'report', 'supervise'])
 def test_a_script_finds_the_environment_of_its_clone(tmp_path, name):
-  """None is active: `python` is that of the system, which has no packages, or is missing."""
+  """None is active: `python` is the system's, which has no packages, or is missing."""
   shutil.copytree(SCRIPTS, tmp_path / 'scripts')
   system = tmp_path / 'system'
   system.mkdir()

@@ -196,7 +196,7 @@ def test_a_number_of_a_term_has_a_name_of_its_own(evaluated, feed):
 def test_metrics_of_one_name_are_refused(feed):
   other = functools.wraps(late)(lambda scores, chunk: (scores.right, chunk.weights))
   layout = Partitioner((('data', 1),), (), ())
-  with pytest.raises(ConfigurationError, match=r"2 functions with the name 'late', under which"):
+  with pytest.raises(ConfigurationError, match=r"2 functions with the name 'late', and a log"):
     Evaluator(tiny.model(), layout, feed, ROWS, CHUNK, metrics=(late, other))
 
 

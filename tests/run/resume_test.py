@@ -1,4 +1,4 @@
-"""The record of a run, its comparison with that of the resuming run, and the end of a run."""
+"""The record of a run, its comparison with the resuming run's, and the end of a run."""
 
 import importlib
 import types

@@ -182,7 +182,7 @@ def on_eight(f, *, out):
 
 @pytest.mark.usefixtures('float64')
 def test_a_layer_sends_its_window_once_and_otherwise_little():
-  """Not the keys of a piece, of which a chunk has many; what padding takes stands in a branch."""
+  """Not the keys of each of the many pieces of a chunk; what padding takes is in a branch."""
   _, params, carry = built('hybrid')
   arguments = params, carry, stream(64, 8, 0), np.zeros((CHUNKS, ROWS, 64, 16))
   traced = jax.make_jaxpr(sharded('hybrid', 'time'))(*arguments)

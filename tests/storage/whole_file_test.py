@@ -73,7 +73,7 @@ def test_the_advice_fits_what_the_system_says(name, remedy, tmp_path):
 
 
 def test_a_run_keeps_another_tokenizer_in_its_folder(tmp_path):
-  """The folder may be that of downloaded weights, with their tokenizer."""
+  """The folder may hold downloaded weights, with their tokenizer."""
   own = tmp_path / 'own'
   own.mkdir()
   (own / 'my.json').write_text('{"own": 1}')

@@ -84,7 +84,7 @@ def gradients(name, dtype, *bindings, backprop_chunks=3, **options):
 
 
 def relative(a, b):
-  """The 2-norm of the difference over that of b, the largest over leaves; NaN if one is NaN."""
+  """The norm of the difference over b's norm, the largest over leaves; NaN if one is NaN."""
   found = []
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     difference = np.linalg.norm(x - y)

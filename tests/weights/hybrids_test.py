@@ -415,7 +415,7 @@ def test_a_missing_tensor_is_named(tmp_path, name):
   gin.clear_config()
 
 
-# Bindings of a model that its class has not, and what is said of them.
+# Bindings of a model that its class has not, and the message about each.
 UNLIKE_GEMMA = [
   ('full_attention/Rotary.share = 0.5', 'Rotary.share = 0.5 in layer 1'),
   ('sliding_attention/LongformerAttention.registers = 2', 'LongformerAttention.registers = 2'),

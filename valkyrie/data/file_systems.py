@@ -76,7 +76,7 @@ def filesystem_of(location: str) -> tuple[Any, str]:
 
 
 def _check_bucket(location: str, scheme: str, path: str) -> None:
-  """Raises a ConfigurationError for an address of a store of buckets that names none of them."""
+  """Raises a ConfigurationError for an address that names no bucket where its scheme needs one."""
   authority, _, _ = path.partition('/')
   _, _, name = authority.rpartition('@')
   if scheme in _OF_BUCKETS and not name.strip():

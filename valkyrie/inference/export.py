@@ -86,7 +86,7 @@ def export(
       'peft', only adapters, for the folder of Hugging Face that the run began with; 'components',
       for one step of a decomposition; or 'first_carry', only a learned carry, with the norm that
       tells its weights from others.
-    dtype: 'float32' or 'bfloat16' in the form 'huggingface'; None keeps that of the parameters. The
+    dtype: 'float32' or 'bfloat16' in the form 'huggingface'; None keeps the parameters'. The
       rates and steps of recurrences stay float32.
 
   Raises:

@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
 
 
 # NVIDIA's data sheets of the SXM boards, with half of NVLink's sum of both directions. The network
-# is that of a DGX: 200 Gb/s a GPU for A100, 400 Gb/s for the others. The sizes of the memory are
+# is a DGX's: 200 Gb/s a GPU for A100, 400 Gb/s for the others. The sizes of the memory are
 # those of github.com/openxla/xla, xla/backends/gpu/target_config/specs.
 GPUS = {
   'a100': Gpu('NVIDIA A100', 312e12, 85100068864, 2.039e12, 3e11, 2.5e10),

@@ -58,7 +58,7 @@ class TrainingLog:
     self._steps: list[StepMetrics] = []  # read since the last line
     self._noted: dict[str, float | str] = {}
     self._timed: dict[int, float] = {}  # the seconds of the steps that count for the next line
-    self._seconds = 0.0  # their time, with that of the running step so far
+    self._seconds = 0.0  # their time, and the running step's so far
     self._all_seconds = 0.0  # the time of all steps before
     self._since: float | None = None  # when the clock was read; None while it stands still
 

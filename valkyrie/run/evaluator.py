@@ -148,8 +148,8 @@ class Evaluator:
     for name in names:
       if names.count(name) > 1:
         raise ConfigurationError(
-          f'Evaluator.metrics has {names.count(name)} functions with the name {name!r}, under which '
-          'they would be logged. Give each a name of its own.'
+          f'Evaluator.metrics has {names.count(name)} functions with the name {name!r}, and a log '
+          'can have one. Give each a name of its own.'
         )
     for term in terms:
       model = term.extended(model)

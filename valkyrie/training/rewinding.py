@@ -15,7 +15,7 @@ from valkyrie.types import Carry
 
 @runtime_checkable
 class Rewindable(Protocol):
-  """A part of a carry of which a chunk replaces only some."""
+  """A part of a carry; a chunk replaces only some of it."""
 
   def replaced_by(self, tokens: int) -> Any:
     """What the next tokens replace at most, as a pytree; `tokens` counts those of this device."""

@@ -60,7 +60,7 @@ class Fields(NamedTuple):
     used: the types of the fields that the class reads, and Valkyrie too; numbers are above 0. The
       class itself checks a field of the type `object`.
     needed: those that must be there.
-    required: {field: values}, one of which it must have, since Valkyrie computes no other.
+    required: {field: values}; it must have one of these, since Valkyrie computes no other.
     no_effect: fields that change no logit of this class, besides those that change none of any.
     nullable: fields whose null is a default, or means "without".
   """

@@ -113,7 +113,7 @@ class Export(NamedTuple):
 
   Attributes:
     config: its configuration.
-    scale: the factor on its embeddings beside that of its class.
+    scale: the factor on its embeddings beside its class's own.
   """
 
   config: dict[str, Any]

@@ -38,7 +38,7 @@ class Primed(NamedTuple):
 
   Attributes:
     tensors: by our names; the attention that is replaced has become the tensors of delta layers.
-    layers: the beginnings of the names of these layers' tensors, all of which may be new.
+    layers: the beginnings of the names of these layers' tensors, which may all be new.
     taken: the names of the tensors that come from the attention.
   """
 

@@ -32,7 +32,7 @@ class Member(NamedTuple):
 class Cluster(NamedTuple):
   """Components that are active together.
 
-  stability: from 0 to 1; NaN if no half of the chunks has any of them.
+  stability: from 0 to 1; NaN if none is active in any half of the chunks.
   """
 
   members: Sequence[Member]

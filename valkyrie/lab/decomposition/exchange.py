@@ -99,7 +99,7 @@ def objects(path: pathlib.Path, **kinds: Any) -> Iterator[tuple[str, dict[str, A
             raise ValueError(f"its field 'id' has {len(fields['id']):,} characters")
           first = numbers.setdefault(fields['id'], number)
           if first != number:
-            raise ValueError(f'its id {fields["id"]!r} is also that of line {first}')
+            raise ValueError(f'line {first} has the id {fields["id"]!r}, too')
         yield place, fields
   except (OSError, ValueError) as error:
     raise DataError(f'{path} cannot be read ({reason_of(error)}). Name another file.') from error

@@ -316,7 +316,7 @@ def _add_held_out(
   """Adds random windows of a chunk's held-out rows [B], with importances g [B, T, M].
 
   A candidate in each stretch of SPAN tokens: its largest importance, or its middle if the component
-  is active at none of them.
+  is not active there.
   """
   batch = chunk.batch
   is_token = batch.segment_ids > 0

@@ -4,13 +4,13 @@
 
 It writes `questions.jsonl`: a judge is given a label and held-out passages, without marks, and
 names those in which the component is active (detection: Paulo et al. 2024, arXiv 2410.13928). Each
-component is asked about twice, with its own label and with that of another component. Once
+component is asked about twice, with its own label and with another component's. Once
 `answers.jsonl` has answers, the command prints the shares of right ones, and writes `scores.jsonl`.
 
     own          with its own label
     shuffled     with the label of another component
     tokens       without a judge: active where one of its telling tokens is
-    constant     the same answer for all passages, in half of which it is active
+    constant     the same answer for all passages; it is active in half of them
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _answer(folder: pathlib.Path) -> str:
 def questions(
   components: Sequence[Described], by_id: Mapping[str, str]
 ) -> dict[str, tuple[Request, ...]]:
-  """{id of a component: its own question, and that of another's label} with labels `by_id`.
+  """{id of a component: its own question, and one with another's label} for labels `by_id`.
 
   A component without held-out passages has no questions, and a single labeled one no other label.
   """

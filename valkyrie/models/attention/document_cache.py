@@ -44,7 +44,7 @@ class DocumentCache(NamedTuple):
   following: Array
 
   def replaced_by(self, tokens: int) -> 'DocumentCache':
-    """The slots from the next one on of so many tokens, of which each device holds its share."""
+    """The next slots, of so many tokens; each device holds its share."""
     at = _slots_of_chunk(self.slots, self.following, tokens)
     axis = at.ndim - 1
 
@@ -193,7 +193,7 @@ def _of_chunk(tree: T, axis: int = 1) -> T:
 
 
 def _share(x: Array, axis: int) -> Array:
-  """This device's piece, bit for bit, of slots of which one device has each, and the others 0."""
+  """This device's piece, bit for bit, of slots: one device has each slot, and the others 0."""
   axes = sequence_parallel.axes()
   if not axes:
     return x
@@ -219,7 +219,7 @@ def _advanced(
   first: Array,
   slots: int,
 ) -> DocumentCache:
-  """The cache after the chunk, of which this device holds the slots from `first`."""
+  """The cache after the chunk; this device holds its slots from `first` on."""
   size = held.segment_ids.shape[1]
   chunk = _of_chunk(tokens)
   is_token = chunk.segment_ids > 0

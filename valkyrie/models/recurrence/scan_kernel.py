@@ -118,7 +118,7 @@ def _forward(form, problem):
 
 
 def _backward(form, residuals, cotangent):
-  """With c the cotangent of the states, that of the inputs is h_t = c_t + k_{t+1}.
+  """With c the cotangent of the states, the cotangent of the inputs is h_t = c_t + k_{t+1}.
 
   k_t = keep_t conj(1 + g_t) h_t goes to the step before it, and k_1 to the initial state. The
   cotangent of g_t is keep_t conj(x_{t-1}) h_t.

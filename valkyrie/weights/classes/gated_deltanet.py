@@ -232,7 +232,7 @@ def _mlp_names(width: int) -> list[Entry]:
 
 
 def _attention_of(layer: Values) -> dict[str, Any]:
-  """The object of a layer's attention; of one without, that of a plan that it will not equal."""
+  """The object of a layer's attention; without any, one whose plan the layer will not equal."""
   full = fields_of(layer, 'FullAttention')
   fields = full or fields_of(layer, 'LongformerAttention')
   return {
