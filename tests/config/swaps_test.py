@@ -96,7 +96,7 @@ def parameters(model_dir):
 
 
 def assert_trained(model_dir):
-  """Two steps with finite losses near ln 259, the loss of equally likely bytes, then both endings."""
+  """Two steps with finite losses near ln 259, as of equally likely bytes, and both endings."""
   lines = tiny_run.metrics(model_dir)
   assert list(lines) == [1, 2]
   assert all(abs(line['loss'] - math.log(259)) < 1 for line in lines.values())
