@@ -173,7 +173,8 @@ def test_every_number_has_a_range():
 
 
 @pytest.mark.parametrize(
-  'value', ['0', '-1', '-2.5', '1e400', '-1e400', '1e30', '1.5', str(2**40), 'True', "'3'", 'None']
+  'value',
+  ['0', '-1', '-2.5', '1e400', '1e39', '-1e400', '1e30', '1.5', str(2**40), 'True', "'3'", 'None'],
 )
 def test_numbers_without_sense_are_refused(value):
   gin.clear_config(clear_constants=True)
