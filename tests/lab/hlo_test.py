@@ -247,6 +247,60 @@ def test_memory_traffic_of_slices_of_a_buffer():
   assert 4 * whole <= hlo.total(work.list_work(module)) <= 12 * whole
 
 
+def test_memory_traffic_of_a_slice_of_which_a_fusion_reads_a_part():
+  text = """%inside (p: f32[64,8], i: s32[]) -> f32[1,2] {
+  %p = f32[64,8] parameter(0)
+  %i = s32[] parameter(1)
+  %half = f32[64,4] slice(%p), slice={[0:64], [0:4]}
+  %same = f32[64,4] bitcast(%half)
+  ROOT %row = f32[1,2] dynamic-slice(%same, %i, %i), dynamic_slice_sizes={1,2}
+}
+
+ENTRY %m (a: f32[64,8], i: s32[]) -> f32[1,2] {
+  %a = f32[64,8] parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = f32[1,2] fusion(%a, %i), kind=kLoop, calls=%inside
+}
+"""
+  (fusion,) = work.list_work(hlo.parse(text))
+  assert fusion.bytes == 2 * 8 + 4  # two numbers are read and written, and the place is read
+  (fusion,) = work.list_work(
+    hlo.parse(
+      text.replace('ROOT %row', '%row').replace(
+        'dynamic_slice_sizes={1,2}',
+        'dynamic_slice_sizes={1,2}\n  ROOT %all = f32[64,4] negate(%same)',
+      )
+    )
+  )
+  assert fusion.bytes == 64 * 4 * 4 + 8 + 4  # all of the slice is read
+
+
+def test_memory_traffic_of_a_scatter_inside_a_fusion():
+  text = """%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%inside (p: f32[1000,8], i: s32[3,1], u: f32[3,8]) -> f32[1000,8] {
+  %p = f32[1000,8] parameter(0)
+  %i = s32[3,1] parameter(1)
+  %u = f32[3,8] parameter(2)
+  ROOT %s = f32[1000,8] scatter(%p, %i, %u), update_window_dims={1}, to_apply=%add
+}
+
+ENTRY %m (a: f32[1000,8], i: s32[3,1], u: f32[3,8]) -> f32[1000,8] {
+  %a = f32[1000,8] parameter(0)
+  %i = s32[3,1] parameter(1)
+  %u = f32[3,8] parameter(2)
+  ROOT %f = f32[1000,8] fusion(%a, %i, %u), kind=kInput, calls=%inside
+}
+"""
+  (fusion,) = work.list_work(hlo.parse(text))
+  rows = 3 * 8 * 4
+  assert fusion.bytes == 3 * rows + 3 * 4  # updates and indices are read; rows are read and written
+
+
 def test_text_without_a_program_is_refused():
   with pytest.raises(ValueError, match='ENTRY'):
     hlo.parse('HloModule nothing\n')

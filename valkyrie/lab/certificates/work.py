@@ -43,6 +43,7 @@ _FREE = (
 _FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding')
 _PRODUCT_OPCODES = ('dot', 'convolution')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
+_UPDATE_OPERANDS = {'dynamic-update-slice': 1, 'scatter': 2}  # the new part of the first operand
 _SAME_BYTES = ('bitcast', 'optimization-barrier')
 
 Dims = tuple[int, ...]
@@ -325,8 +326,8 @@ def _read_inside(value: hlo.Instruction) -> int:
     if user.opcode in _SAME_BYTES:
       read += _read_inside(user)
     elif user.opcode in _SLICES and user.operands[0] is value:
-      read += _size(user.arrays)
-    elif user.opcode == 'dynamic-update-slice' and user.operands[0] is value:
+      read += _read_of_slice(user)
+    elif user.opcode in _UPDATE_OPERANDS and user.operands[0] is value:
       continue  # updated in place
     elif user.opcode == 'fusion':
       (inner,) = user.called('calls')
@@ -336,6 +337,25 @@ def _read_inside(value: hlo.Instruction) -> int:
     elif user.opcode != 'tuple':
       return whole
   return min(read, whole)
+
+
+def _read_of_slice(part: hlo.Instruction) -> int:
+  """Bytes of a slice inside a fusion: those of its own slices, if nothing reads all of it."""
+  whole = _size(part.arrays)
+  readers = list(_readers(part))
+  if not readers or any(reader.opcode not in _SLICES for reader in readers):
+    return whole
+  parts_read = map(_read_of_slice, readers)
+  return min(sum(parts_read), whole)
+
+
+def _readers(value: hlo.Instruction) -> Iterable[hlo.Instruction]:
+  """What reads a value, also by another name."""
+  for user in value.users:
+    if user.opcode in _SAME_BYTES and user.users:
+      yield from _readers(user)
+    else:
+      yield user
 
 
 def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
@@ -351,8 +371,10 @@ def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
     source = value
     while source.opcode in _SAME_BYTES:
       source = source.operands[0]
-    if written and source.opcode == 'dynamic-update-slice':
-      updates = source.operands[1]
+    if written and source.opcode in _UPDATE_OPERANDS:
+      updates = source.operands[_UPDATE_OPERANDS[source.opcode]]
       written = _size(updates.arrays)
+      if source.opcode == 'scatter':
+        written *= 2  # it reads what it adds to
     total += written
   return total
