@@ -1,7 +1,11 @@
 """The dtypes of arithmetic, and the matrix product that accumulates in float32."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType
 
 
@@ -19,7 +23,38 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   *leading, d_in = x.shape
   d_out = w.shape[-1]
   rows = x.reshape(-1, d_in)
-  matrix = w.astype(x.dtype)
   dtype = out_dtype or x.dtype
-  out = jnp.matmul(rows, matrix, preferred_element_type=dtype)
+  if dtype == x.dtype:
+    out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=dtype)
+  else:
+    out = _widened(dtype, rows, w)
   return out.reshape(*leading, d_out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _widened(dtype: DType, x: Array, w: Array) -> Array:
+  """x @ w of x's dtype, with results of a wider one.
+
+  The backward pass multiplies in x's dtype, too. The gradient of the results is rounded to it, as a
+  TPU rounds every factor of a product; a GPU would take two float32 matrices, twice the bytes.
+  """
+  out = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=dtype)
+  if platform() == 'gpu':
+    # Without the barrier, what is added to the product is written first, for cuBLAS to read.
+    out = jax.lax.optimization_barrier(out)
+  return out
+
+
+def _widened_forward(dtype, x, w):
+  return _widened(dtype, x, w), (x, w)
+
+
+def _widened_backward(dtype, residuals, gradient):
+  x, w = residuals
+  narrow = gradient.astype(x.dtype)
+  d_x = jnp.matmul(narrow, w.T.astype(x.dtype))
+  d_w = jnp.matmul(x.T, narrow, preferred_element_type=w.dtype)
+  return d_x, d_w
+
+
+_widened.defvjp(_widened_forward, _widened_backward)

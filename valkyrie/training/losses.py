@@ -18,9 +18,9 @@ from valkyrie.models.precision import matmul
 from valkyrie.sharding import split_products
 from valkyrie.types import Array
 
-# The logits held at once. 2^27 float32 are 512 MiB; all logits of 8192 tokens of a 50k vocabulary
-# would be 1.6 GiB. Each slice reads and writes the whole gradient of the unembedding.
-_LOGITS_AT_ONCE = 2**27
+# The logits held at once. 2^29 float32 are 2 GiB; all logits of 8192 tokens of a 50k vocabulary are
+# 1.6 GiB. Each slice reads and writes the whole gradient of the unembedding.
+_LOGITS_AT_ONCE = 2**29
 
 
 class TokenScores(NamedTuple):
@@ -199,17 +199,19 @@ def weighted_loss(
 
       loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, unembedding, has_aux=True)
       d_hidden, d_unembedding = pull_back(jnp.ones_like(loss))
-      so_far = so_far + d_unembedding.astype(so_far.dtype)
+      so_far = so_far + d_unembedding
       results = (loss, sums)
       return so_far, (d_hidden, results)
 
     wide = jnp.promote_types(unembedding.dtype, jnp.float32)
-    zeros = jnp.zeros(unembedding.shape, wide)
+    unembedding_dtype = unembedding.dtype
+    unembedding = unembedding.astype(wide)  # so that the gradient of a slice is not rounded
+    zeros = jnp.zeros_like(unembedding)
     inputs = tuple(slices.cut(x, size) for x in (hidden, targets, weights))
     d_unembedding, of_slices = lax.scan(slice_with_gradient, zeros, inputs)
     d_hidden, results = of_slices
     d_hidden = slices.join(d_hidden, time)
-    d_unembedding = d_unembedding.astype(unembedding.dtype)
+    d_unembedding = d_unembedding.astype(unembedding_dtype)
     totals = jax.tree.map(jnp.sum, results)
     return totals, (d_hidden, d_unembedding)
 
