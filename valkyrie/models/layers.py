@@ -14,6 +14,7 @@ import gin
 import haiku as hk
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import Factor, Fraction, PositiveInt, ProperFraction, check_fields
@@ -22,6 +23,7 @@ from valkyrie.models.declarations import FIRST_CARRY, Declared
 from valkyrie.models.matrices import Matrix, as_matrix, products
 from valkyrie.models.precision import wide
 from valkyrie.sharding import sequence_parallel
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, Axes, DType, leaf_path
 
 GATES = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
@@ -154,6 +156,7 @@ class RMSNorm(Module):
 
   def __call__(self, x: Array, groups: int = 1) -> Array:
     """x, whose D channels form groups of neighbors, each with a mean square of its own."""
+    x = _rows(x)
     *leading, width = x.shape
     scale = parameter('scale', (width,), jnp.ones, axes=('norm',))
     parts = x.astype(wide(x.dtype))
@@ -167,7 +170,19 @@ class RMSNorm(Module):
     inverse_root = jax.lax.rsqrt(mean_square + self.epsilon)
     normed = parts * inverse_root * scale
     normed = normed.reshape(x.shape)
-    return normed.astype(x.dtype)
+    return _rows(normed.astype(x.dtype))
+
+
+def _rows(x: Array) -> Array:
+  """x [..., D], whose channels are neighbors in memory.
+
+  XLA lets a GPU's array have time there if it likes. A norm then reads x once for the mean square
+  and once more for its result, and its backward pass turns what it reads.
+  """
+  if platform() != 'gpu':
+    return x
+  major_to_minor = tuple(range(x.ndim))
+  return with_layout_constraint(x, Layout(major_to_minor))
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import haiku as hk
+from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.layers import Module, parameter
@@ -82,21 +83,33 @@ def lagged(carry: Tail, x: Array, segment_ids: Array) -> tuple[list[Array], Tail
   before, after = _tails(carry.inputs, x, length)
   slots = before.shape[1]
   time = x.shape[1]
-  extended = jnp.concatenate([before, x], axis=1)
-  shifted = []
-  for start in range(slots, -1, -1):
-    end = start + time
-    shifted.append(extended[:, start:end])
+  place = jnp.arange(time)[None, :, None]
+  # Zeros around a part of x fuse with what reads them; the tail and x joined would be a copy of x.
+  shifted = [x]
+  for lag in range(1, slots + 1):
+    later = _moved(x, lag, -lag)
+    sooner = _moved(before[:, slots - lag :], 0, time - lag)
+    shifted.append(jnp.where(place < lag, sooner, later))
   return shifted, Tail(after)
+
+
+def _moved(x: Array, before: int, after: int) -> Array:
+  """x [B, T, F] with so many zeros before and after it, or so many tokens less."""
+  zero = jnp.zeros((), x.dtype)
+  kept = (0, 0, 0)
+  return lax.pad(x, zero, (kept, (before, after, 0), kept))
 
 
 def _tails(carried: Array, x: Array, length: Array) -> tuple[Array, Array]:
   """(the tail before this device's piece, the tail after the chunk), each [B, taps - 1, F]."""
   slots = carried.shape[1]
   slot = jnp.arange(slots)
-  place = length[:, None] + slot[None]
-  both = jnp.concatenate([carried, x], axis=1)
-  ended = jnp.take_along_axis(both, place[..., None], axis=1)
+  place = (length[:, None] + slot[None])[..., None]
+  place_in_tail = jnp.minimum(place, slots - 1)
+  place_in_x = jnp.maximum(place - slots, 0)
+  from_tail = jnp.take_along_axis(carried, place_in_tail, axis=1)
+  from_x = jnp.take_along_axis(x, place_in_x, axis=1)
+  ended = jnp.where(place < slots, from_tail, from_x)
   if not sequence_parallel.axes():
     return carried, ended
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.models.recurrence.scan import Complex
@@ -113,6 +114,9 @@ def _states(form, problem):
 def _forward(form, problem):
   entering = _entering(form, problem)
   (states,) = _write(form, problem, entering)
+  # A layer that saves them does not run the kernels again.
+  entering = checkpoint_name(entering, 'states')
+  states = checkpoint_name(states, 'states')
   residuals = (problem.growth, problem.reset, entering, states)
   return states, residuals
 

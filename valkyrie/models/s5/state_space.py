@@ -21,6 +21,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.models.matrices import Layout, Matrix, unchanged
@@ -240,7 +241,7 @@ def _outputs(c: Matrix, conj_sym: bool, states: Complex) -> Array:
   dtype = wide(states.re.dtype)
 
   def read_out(states, c):
-    rows = _rows_first(states)
+    rows = checkpoint_name(_rows_first(states), 'states')
     matrix = output_matrix(c, conj_sym)
     return matmul(rows, matrix, dtype)
 
