@@ -182,7 +182,8 @@ def test_slices_of_logits_change_no_gradient(backprop_chunks, remat, monkeypatch
   batch = tiny.batch((7, 13, 4))
   total = batch.weights.sum()
   expected, _, sums = gradient_of(6, backprop_chunks, remat)(params, carry, batch, total)
-  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  monkeypatch.setitem(losses._LOGITS_AT_ONCE, 'cpu', 2 * 128 * 4)
+  monkeypatch.setattr(losses, '_LOGITS_KEPT', 2 * 128 * 4)
   sliced = functools.partial(
     tbptt.gradients, model, chunk_size=6, backprop_chunks=backprop_chunks, remat_chunks=remat
   )

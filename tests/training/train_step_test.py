@@ -240,12 +240,15 @@ def test_losses_are_the_cross_entropy_and_slices_change_nothing(monkeypatch):
   expected = log_z - np.take_along_axis(scores, targets[..., None], -1)[..., 0]
   whole = losses.token_scores(features, targets, 50).loss
   np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
-  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  monkeypatch.setitem(losses._LOGITS_AT_ONCE, 'cpu', 2 * 128 * 4)
+  monkeypatch.setattr(losses, '_LOGITS_KEPT', 2 * 128 * 4)
   np.testing.assert_allclose(losses.token_scores(features, targets, 50).loss, whole, rtol=1e-5)
 
 
+@pytest.mark.parametrize('at_once', [2 * 128 * 4, 2**27])
 @pytest.mark.parametrize('z_loss', [0.0, 0.1])
-def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, monkeypatch):
+def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, at_once, monkeypatch):
+  """Of many slices, and of one whose logits are too many to be kept."""
   random = np.random.default_rng(0)
   hidden, unembedding = (
     jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 13, 8), (128, 8))
@@ -269,7 +272,8 @@ def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, monkeypa
     return len(re.findall(r'f32\[\d+,128\] = dot_general', program))
 
   expected = gradient(False)(hidden, unembedding, 3.0)
-  monkeypatch.setattr(losses, '_LOGITS_AT_ONCE', 2 * 128 * 4)
+  monkeypatch.setitem(losses._LOGITS_AT_ONCE, 'cpu', at_once)
+  monkeypatch.setattr(losses, '_LOGITS_KEPT', 2 * 128 * 4)
   assert (products(False), products(True)) == (2, 1)
   for in_one_pass in (False, True):
     found = gradient(in_one_pass)(hidden, unembedding, 3.0)

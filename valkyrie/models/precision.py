@@ -1,6 +1,7 @@
 """The dtypes of arithmetic, and the matrix product that accumulates in float32."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def matmul(x: Array, w: Array, out_dtype: DType | None = None) -> Array:
   d_out = w.shape[-1]
   rows = x.reshape(-1, d_in)
   dtype = out_dtype or x.dtype
+  out: Any
   if dtype == x.dtype:
     out = jnp.matmul(rows, w.astype(x.dtype), preferred_element_type=dtype)
   else:

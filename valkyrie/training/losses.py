@@ -6,6 +6,7 @@ logits are there (`weighted_loss`); otherwise the backward pass computes them a 
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +17,15 @@ from valkyrie.models import slices
 from valkyrie.models.features import Features
 from valkyrie.models.precision import matmul
 from valkyrie.sharding import split_products
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
 
-# The logits held at once. 2^29 float32 are 2 GiB; all logits of 8192 tokens of a 50k vocabulary are
-# 1.6 GiB. Each slice reads and writes the whole gradient of the unembedding.
-_LOGITS_AT_ONCE = 2**29
+# The logits held at once: 2^27 float32 are 512 MiB. All logits of 8192 tokens of a 50k vocabulary
+# are 1.6 GiB, for which GPUs have room: each slice reads and writes the whole gradient of the
+# unembedding.
+_LOGITS_AT_ONCE = {'gpu': 2**29, 'tpu': 2**27, 'cpu': 2**27}
+# The logits that the forward pass keeps for the backward pass, which computes more a second time.
+_LOGITS_KEPT = 2**27
 
 
 class TokenScores(NamedTuple):
@@ -57,19 +62,24 @@ def token_scores(features: Features, targets: Array, vocabulary_size: int) -> To
   """The scores of the predictions of targets [B, T]."""
 
   def score(features, targets):
-    scores = logits(features, vocabulary_size)
-    # Selected, since the gradient of a lookup is a scatter, which XLA fuses with nothing.
-    tokens = jnp.arange(scores.shape[-1])
-    is_target = tokens[None, None] == targets[..., None]
-    of_target = jnp.where(is_target, scores, 0)
-    target_scores = jnp.sum(of_target, axis=-1)
-    log_normalizer = jax.nn.logsumexp(scores, axis=-1)
-    loss = log_normalizer - target_scores
-    likeliest = jnp.argmax(scores, axis=-1)
-    right = likeliest == targets
-    return TokenScores(loss, right, log_normalizer)
+    return _scores_at_once(features, targets, vocabulary_size)
 
   return in_slices(score, features, targets)
+
+
+def _scores_at_once(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
+  """`token_scores`, with the logits of all tokens."""
+  scores = logits(features, vocabulary_size)
+  # Selected, since the gradient of a lookup is a scatter, which XLA fuses with nothing.
+  tokens = jnp.arange(scores.shape[-1])
+  is_target = tokens[None, None] == targets[..., None]
+  of_target = jnp.where(is_target, scores, 0)
+  target_scores = jnp.sum(of_target, axis=-1)
+  log_normalizer = jax.nn.logsumexp(scores, axis=-1)
+  loss = log_normalizer - target_scores
+  likeliest = jnp.argmax(scores, axis=-1)
+  right = likeliest == targets
+  return TokenScores(loss, right, log_normalizer)
 
 
 def divergences(
@@ -131,10 +141,10 @@ def in_slices(function: Callable[..., Any], features: Features, *arrays: Array) 
     return function(Features(hidden, features.unembedding), *parts)
 
   inputs = (features.hidden, *arrays)
+  if _logits_per_device(features) <= _LOGITS_KEPT:
+    return of_slice(inputs)
   size = _slice_length(features)
   time = features.hidden.shape[1]
-  if size >= time:
-    return of_slice(inputs)
   cut_inputs = jax.tree.map(lambda x: slices.cut(x, size), inputs)
   results = lax.map(jax.checkpoint(of_slice), cut_inputs)
   return jax.tree.map(lambda part: slices.join(part, time), results)
@@ -163,13 +173,14 @@ def weighted_loss(
   """
 
   def compute(
+    score,
     hidden,
     unembedding,
     targets,
     weights,
     total,
   ):
-    scores = token_scores(Features(hidden, unembedding), targets, vocabulary_size)
+    scores = score(Features(hidden, unembedding), targets, vocabulary_size)
     loss = jnp.sum(weights * scores.loss)
     squared_logs = jnp.square(scores.log_normalizer)
     squares = jnp.sum(weights * squared_logs)
@@ -179,10 +190,10 @@ def weighted_loss(
     return loss / total, lax.stop_gradient(sums)
 
   arguments = (features.hidden, features.unembedding, targets, weights, total)
+  if _logits_per_device(features) <= _LOGITS_KEPT or not in_one_pass:
+    return compute(token_scores, *arguments)
   size = _slice_length(features)
   time = features.hidden.shape[1]
-  if size >= time or not in_one_pass:
-    return compute(*arguments)
 
   def with_gradient(
     hidden,
@@ -195,7 +206,7 @@ def weighted_loss(
       hidden, targets, weights = inputs
 
       def loss_of_slice(hidden, unembedding):
-        return compute(hidden, unembedding, targets, weights, total)
+        return compute(_scores_at_once, hidden, unembedding, targets, weights, total)
 
       loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, unembedding, has_aux=True)
       d_hidden, d_unembedding = pull_back(jnp.ones_like(loss))
@@ -222,17 +233,20 @@ def weighted_loss(
     d_unembedding = d_unembedding * factor.astype(d_unembedding.dtype)
     return d_hidden, d_unembedding, None, None, None
 
-  learned = jax.custom_vjp(compute)
+  learned = jax.custom_vjp(functools.partial(compute, token_scores))
   learned.defvjp(with_gradient, pull_back)
   return learned(*arguments)
 
 
 def _slice_length(features: Features) -> int:
   """The tokens of a row whose logits are held at once."""
-  batch, time, _ = features.hidden.shape
-  rows = len(features.unembedding)
-  logits = batch * time * rows
-  logits_at_once = _LOGITS_AT_ONCE * split_products.devices()
-  slices_needed = -(-logits // logits_at_once)
+  time = features.hidden.shape[1]
+  slices_needed = -(-_logits_per_device(features) // _LOGITS_AT_ONCE[platform()])
   count = min(time, slices_needed)
   return -(-time // count)
+
+
+def _logits_per_device(features: Features) -> int:
+  batch, time, _ = features.hidden.shape
+  logits = batch * time * len(features.unembedding)
+  return -(-logits // split_products.devices())
