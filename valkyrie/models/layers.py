@@ -176,8 +176,8 @@ class RMSNorm(Module):
 def _rows(x: Array) -> Array:
   """x [..., D], whose channels are neighbors in memory.
 
-  XLA lets a GPU's array have time there if it likes. A norm then reads x once for the mean square
-  and once more for its result, and its backward pass turns what it reads.
+  On a GPU, XLA may choose the tokens to be neighbors. A norm then reads x once for its mean square
+  and again for its result.
   """
   if platform() != 'gpu':
     return x
