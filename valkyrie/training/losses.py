@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from valkyrie.models import slices
 from valkyrie.models.features import Features
-from valkyrie.models.precision import matmul
+from valkyrie.models.precision import matmul, wide
 from valkyrie.sharding import split_products
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
@@ -45,10 +45,10 @@ class WeightedSums(NamedTuple):
 
 def logits(features: Features, vocabulary_size: int) -> Array:
   """The logits [B, T, V] float32; -1e30 at the padding of the vocabulary."""
-  wide = jnp.promote_types(features.hidden.dtype, jnp.float32)
+  dtype = wide(features.hidden.dtype)
 
   def unembed(hidden, unembedding):
-    return matmul(hidden, unembedding.T, wide)
+    return matmul(hidden, unembedding.T, dtype)
 
   scores = split_products.split_product(
     unembed, features.hidden, features.unembedding, ('vocabulary', 'embed'), inputs=1
@@ -60,10 +60,7 @@ def logits(features: Features, vocabulary_size: int) -> Array:
 
 def token_scores(features: Features, targets: Array, vocabulary_size: int) -> TokenScores:
   """The scores of the predictions of targets [B, T]."""
-
-  def score(features, targets):
-    return _scores_at_once(features, targets, vocabulary_size)
-
+  score = functools.partial(_scores_at_once, vocabulary_size=vocabulary_size)
   return in_slices(score, features, targets)
 
 
@@ -208,21 +205,20 @@ def weighted_loss(
       def loss_of_slice(hidden, unembedding):
         return compute(_scores_at_once, hidden, unembedding, targets, weights, total)
 
-      loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, unembedding, has_aux=True)
+      loss, pull_back, sums = jax.vjp(loss_of_slice, hidden, wide_unembedding, has_aux=True)
       d_hidden, d_unembedding = pull_back(jnp.ones_like(loss))
       so_far = so_far + d_unembedding
       results = (loss, sums)
       return so_far, (d_hidden, results)
 
-    wide = jnp.promote_types(unembedding.dtype, jnp.float32)
-    unembedding_dtype = unembedding.dtype
-    unembedding = unembedding.astype(wide)  # so that the gradient of a slice is not rounded
-    zeros = jnp.zeros_like(unembedding)
+    # Wide, so that the gradient of a slice is not rounded.
+    wide_unembedding = unembedding.astype(wide(unembedding.dtype))
+    zeros = jnp.zeros_like(wide_unembedding)
     inputs = tuple(slices.cut(x, size) for x in (hidden, targets, weights))
     d_unembedding, of_slices = lax.scan(slice_with_gradient, zeros, inputs)
     d_hidden, results = of_slices
     d_hidden = slices.join(d_hidden, time)
-    d_unembedding = d_unembedding.astype(unembedding_dtype)
+    d_unembedding = d_unembedding.astype(unembedding.dtype)
     totals = jax.tree.map(jnp.sum, results)
     return totals, (d_hidden, d_unembedding)
 

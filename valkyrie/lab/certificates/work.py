@@ -43,7 +43,9 @@ _FREE = (
 _FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'Sharding')
 _PRODUCT_OPCODES = ('dot', 'convolution')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
-_UPDATE_OPERANDS = {'dynamic-update-slice': 1, 'scatter': 2}  # the new part of the first operand
+# In place: the operand that is the new part of the first one, and how often that part is accessed
+# there; a scatter reads what it adds to.
+_UPDATES = {'dynamic-update-slice': (1, 1), 'scatter': (-1, 2)}
 _SAME_BYTES = ('bitcast', 'optimization-barrier')
 
 Dims = tuple[int, ...]
@@ -254,10 +256,9 @@ def bytes_of(instruction: hlo.Instruction) -> int:
   match instruction.opcode:
     case 'fusion':
       moved = _bytes_of_fusion(instruction)
-    case 'dynamic-update-slice':
-      moved = _bytes_of_update(operands[1], results, accesses=1)
-    case 'scatter':
-      moved = _bytes_of_update(operands[-1], results, accesses=2)  # it reads what it adds to
+    case opcode if opcode in _UPDATES:
+      place, accesses = _UPDATES[opcode]
+      moved = _bytes_of_update(operands[place], results, accesses)
     case 'dynamic-slice' | 'slice' | 'gather':
       moved = _bytes_of_slice(operands[0], results)
     case 'copy-start':  # (destination, source, semaphore)
@@ -327,7 +328,7 @@ def _read_inside(value: hlo.Instruction) -> int:
       read += _read_inside(user)
     elif user.opcode in _SLICES and user.operands[0] is value:
       read += _read_of_slice(user)
-    elif user.opcode in _UPDATE_OPERANDS and user.operands[0] is value:
+    elif user.opcode in _UPDATES and user.operands[0] is value:
       continue  # updated in place
     elif user.opcode == 'fusion':
       (inner,) = user.called('calls')
@@ -371,10 +372,9 @@ def _written(root: hlo.Instruction, results: hlo.Arrays) -> int:
     source = value
     while source.opcode in _SAME_BYTES:
       source = source.operands[0]
-    if written and source.opcode in _UPDATE_OPERANDS:
-      updates = source.operands[_UPDATE_OPERANDS[source.opcode]]
-      written = _size(updates.arrays)
-      if source.opcode == 'scatter':
-        written *= 2  # it reads what it adds to
+    if written and source.opcode in _UPDATES:
+      place, accesses = _UPDATES[source.opcode]
+      updates = source.operands[place]
+      written = accesses * _size(updates.arrays)
     total += written
   return total
