@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import gin
 import haiku as hk
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt, ProperFraction, check
@@ -99,7 +100,8 @@ class Block(hk.Module):
       check_result(type(mixer).__name__, x, before, y, mixer_carry)
       y = y.astype(x.dtype)
       y = self._normed_after(y, 'post_mixer_norm')
-      x = x + layers.dropout(y, self.dropout)
+      y = layers.dropout(y, self.dropout)
+      x = _added(x, y)
       carries.append(mixer_carry)
     mixed = x
     if self.mlp is None:
@@ -109,7 +111,7 @@ class Block(hk.Module):
       added = self.mlp(read)
       added = self._normed_after(added, 'post_mlp_norm')
       added = layers.dropout(added, self.dropout)
-      x = mixed + added
+      x = _added(mixed, added)
     if found:
       activations = {
         'mixers': mixed - inputs,
@@ -134,3 +136,11 @@ class Block(hk.Module):
     if self.norm == 'before':
       return y
     return RMSNorm(name=name)(y)
+
+
+def _added(x: Array, y: Array) -> Array:
+  """x + y [B, T, D]."""
+  width = x.shape[-1]
+  rows = x.reshape(-1, width) + y.reshape(-1, width)
+  rows = checkpoint_name(rows, 'stream')
+  return rows.reshape(x.shape)

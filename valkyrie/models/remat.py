@@ -7,7 +7,7 @@ _SAVED = jax.checkpoint_policies.save_only_these_names  # names of `checkpoint_n
 POLICIES = {
   'products': jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    _SAVED('attention', 'product', 'states'),
+    _SAVED('attention', 'product', 'states', 'stream'),
   ),
   'mlp': _SAVED('attention', 'mlp'),
   'attention': _SAVED('attention'),
