@@ -187,10 +187,12 @@ def weighted_loss(
     return loss / total, lax.stop_gradient(sums)
 
   arguments = (features.hidden, features.unembedding, targets, weights, total)
-  if _logits_per_device(features) <= _LOGITS_KEPT or not in_one_pass:
+  if not in_one_pass:
     return compute(token_scores, *arguments)
   size = _slice_length(features)
   time = features.hidden.shape[1]
+  if size == time:
+    return compute(_scores_at_once, *arguments)
 
   def with_gradient(
     hidden,
