@@ -230,7 +230,9 @@ def test_a_long_chunk_is_as_exact_in_pieces():
       jnp.zeros((len(re), 1), bool),
     )
     if sequence_parallel.axes():
-      found, _ = sharded_scan.scan_chunk(*arrays, jnp.array([len(re)]), form='sequential')
+      found, _ = sharded_scan.scan_chunk(
+        *arrays, jnp.array([len(re)]), jnp.float32, form='sequential'
+      )
     else:
       found = scan.diagonal_scan(*arrays, form='sequential')
     return found.re, found.im

@@ -110,10 +110,9 @@ class RGLRU(Module):
     first = self.first_state(carry)
     inputs = scan.begun(growth, inputs, first, reset)
     states, next_carry = sharded_scan.scan_chunk(
-      growth, inputs, carry, reset, length, form=self.scan_form
+      growth, inputs, carry, reset, length, x.dtype, form=self.scan_form
     )
     out = jnp.swapaxes(states, 0, 1)
-    out = out.astype(x.dtype)
     return out, next_carry
 
   def _gates(self, x: Array) -> list[Array]:

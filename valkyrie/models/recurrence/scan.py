@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from valkyrie.sharding.mesh import platform
-from valkyrie.types import Array
+from valkyrie.types import Array, DType
 
 
 class Complex(NamedTuple):
@@ -68,7 +68,8 @@ class Complex(NamedTuple):
 
 _BLOCK = 8  # steps, of the associative form
 Number = Any  # a real array, or a `Complex`: `*`, `+`, `-` and `conj()` act on both
-Form = str | Callable[[Number, Number, Number, Array], Number] | None  # see `diagonal_scan`
+# A key of `FORMS`, or a function that takes the arguments of `read`; None takes the fastest.
+Form = str | Callable[..., tuple[Number, Number]] | None
 
 
 def _unless(reset: Array, x: Number) -> Number:
@@ -281,12 +282,15 @@ def diagonal_scan(
   """The states x_1 to x_T, [T, B, P], from x_0 = `initial` [B, P] and the inputs b [T, B, P].
 
   The growth g is [T, B, P], or [P], the same at every step. Where `reset`, bool [T, B], the state
-  before the step is replaced by zero. `form` is a key of `FORMS`, or a function that takes the
-  arguments of this one; None takes the fastest.
+  before the step is replaced by zero.
   """
   growth = _over_time(growth)
   if callable(form):
-    return form(growth, inputs, initial, reset)
+    time, rows = reset.shape
+    leaves = jax.tree.leaves(inputs)
+    whole = jnp.full((rows,), time)
+    states, _ = form(growth, inputs, initial, reset, whole, leaves[0].dtype)
+    return states
   reset = reset[..., None]
   first = jax.tree.map(lambda part: part[0], growth)
   # x_0 enters through the first input: every form continues a chunk by these lines.
@@ -296,6 +300,25 @@ def diagonal_scan(
   if form is None:
     form = 'sequential' if platform() == 'cpu' else 'associative'
   return _recurrence(form, False, growth, reset, inputs)
+
+
+def read(
+  growth: Number,
+  inputs: Number,
+  initial: Number,
+  reset: Array,
+  length: Array,
+  dtype: DType,
+  *,
+  form: Form,
+) -> tuple[Number, Number]:
+  """(the states of `diagonal_scan` in a dtype, the exact state [B, P] after `length` [B] steps)."""
+  if callable(form):
+    return form(_over_time(growth), inputs, initial, reset, length, dtype)
+  states = diagonal_scan(growth, inputs, initial, reset, form=form)
+  after = state_after(states, initial, length)
+  rounded = jax.tree.map(lambda part: part.astype(dtype), states)
+  return rounded, after
 
 
 def begun(growth: Number, inputs: Number, first: Number | None, reset: Array) -> Number:
@@ -321,13 +344,14 @@ def _over_time(x: Number) -> Number:
   return jax.tree.map(lambda part: part[None, None], x)
 
 
-def state_after(states: Number, initial: Number, length: Array) -> Number:
-  """The state [B, P] after `length` [B] of the states [T, B, P]; `initial` after none."""
+def state_after(states: Any, initial: Any, length: Array) -> Any:
+  """The state [B, ...] after `length` [B] of the states [T, B, ...]; `initial` after none."""
 
   def pick(part, first):
-    last_place = jnp.maximum(length - 1, 0)
-    last = jnp.take_along_axis(part, last_place[None, :, None], axis=0)
-    is_read = length[:, None] > 0
+    of_rows = tuple(range(1, first.ndim))
+    last_place = jnp.expand_dims(jnp.maximum(length - 1, 0), of_rows)
+    last = jnp.take_along_axis(part, last_place[None], axis=0)
+    is_read = jnp.expand_dims(length > 0, of_rows)
     return jnp.where(is_read, last[0], first)
 
   return jax.tree.map(pick, states, initial)

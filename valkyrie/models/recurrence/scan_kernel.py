@@ -9,6 +9,10 @@ arithmetic, but XLA writes and reads parts of blocks between its steps.
 The gradient is the recurrence in the other direction of time. Its second kernel sums the cotangent
 of the growth in registers, too.
 
+Products read the states in a narrow dtype. The kernels write them so, beside the exact ones that the
+gradient reads, and read a narrow cotangent: XLA cannot convert what a kernel reads or writes without
+another pass over memory.
+
 As in `scan`, no step rounds 1 + g, and a document start selects.
 """
 
@@ -23,12 +27,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from valkyrie.models.recurrence.scan import Complex
-from valkyrie.types import Array
+from valkyrie.models.recurrence.scan import Complex, state_after
+from valkyrie.types import Array, DType
 
 BLOCK = 64  # steps of a block
 _GROUP = 8  # steps whose inputs are read before the first of them is computed
 _LANES = 128  # states of a program, one for each of its threads
+_START = 1
+_LAST = 2
 
 
 class _Form(NamedTuple):
@@ -37,11 +43,13 @@ class _Form(NamedTuple):
   adjoint: a step decays what it has added to, by the conjugate; otherwise it adds to what it has
     decayed.
   reverse: the last step is the first.
+  dtype: of the states for products.
   interpret, block: see `scan`.
   """
 
   adjoint: bool
   reverse: bool
+  dtype: DType
   interpret: bool
   block: int
 
@@ -50,14 +58,16 @@ class _Problem(NamedTuple):
   """A complex number is two planes.
 
   growth: [T, B, 2, P], or [1, 1, 2, P], the same at every step.
-  reset: int32 [T, B], 1 where a document starts.
-  inputs: [T, B, 2, P].
+  marks: int32 [T, B]: `_START` where a document starts, `_LAST` at the last step before padding.
+  inputs: [T, B, 2, P], of growth's dtype or a narrower one.
+  at_last: [B, 2, P], is added to the inputs of the steps that are marked as last ones.
   initial: the state [B, 2, P] that enters.
   """
 
   growth: Array
-  reset: Any
+  marks: Any
   inputs: Array
+  at_last: Array
   initial: Array
 
 
@@ -66,29 +76,41 @@ def scan(
   inputs: Complex,
   initial: Complex,
   reset: Array,
+  length: Array,
+  dtype: DType,
   *,
   interpret: bool = False,
   block: int = BLOCK,
-) -> Complex:
-  """The states [T, B, P], as those of `scan.diagonal_scan`, but for growths of [1, 1, P].
+) -> tuple[Complex, Complex]:
+  """(the states [T, B, P] in a dtype, the exact state [B, P] after `length`), see `scan.read`.
 
   Args:
     growth: [T, B, P], or [1, 1, P].
     inputs: [T, B, P].
     initial: the state [B, P] before the first step.
     reset: bool [T, B].
+    length: int32 [B], the steps before padding.
+    dtype: of the states; growth's, or a narrower one.
     interpret: in Pallas's interpreter, on any device, slowly.
     block: steps of a block, a power of two; fewer if the steps of a chunk are no multiple.
   """
-  form = _Form(adjoint=False, reverse=False, interpret=interpret, block=block)
+  form = _Form(adjoint=False, reverse=False, dtype=dtype, interpret=interpret, block=block)
+  time = len(reset)
+  step = jnp.arange(time)[:, None]
+  is_last = step == length[None] - 1
+  starts = jnp.where(reset, _START, 0)
+  marks = starts + jnp.where(is_last, _LAST, 0)
+  entering = _planes(initial)
   problem = _Problem(
     growth=_planes(growth),
-    reset=reset.astype(jnp.int32),
+    marks=marks.astype(jnp.int32),
     inputs=_planes(inputs),
-    initial=_planes(initial),
+    at_last=jnp.zeros_like(entering),
+    initial=entering,
   )
-  states: Any = _states(form, problem)
-  return _complex(states)
+  results: Any = _states(form, problem, length)
+  states, after = results
+  return _complex(states), _complex(after)
 
 
 def _planes(z: Complex) -> Array:
@@ -106,31 +128,34 @@ def _complex(planes: Array) -> Complex:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _states(form, problem):
-  states, _ = _forward(form, problem)
-  return states
+def _states(form, problem, length):
+  results, _ = _forward(form, problem, length)
+  return results
 
 
-def _forward(form, problem):
+def _forward(form, problem, length):
   entering = _entering(form, problem)
-  (states,) = _write(form, problem, entering)
+  states, *narrow = _write(form, problem, entering)
+  after = state_after(states, problem.initial, length)
   # A layer that saves them does not run the kernels again.
   entering = checkpoint_name(entering, 'states')
   states = checkpoint_name(states, 'states')
-  residuals = (problem.growth, problem.reset, entering, states)
-  return states, residuals
+  residuals = (problem.growth, problem.marks, length, entering, states)
+  (for_products,) = narrow or [states]
+  return (for_products, after), residuals
 
 
-def _backward(form, residuals, cotangent):
+def _backward(form, residuals, cotangents):
   """With c the cotangent of the states, the cotangent of the inputs is h_t = c_t + k_{t+1}.
 
   k_t = keep_t conj(1 + g_t) h_t goes to the step before it, and k_1 to the initial state. The
   cotangent of g_t is keep_t conj(x_{t-1}) h_t.
   """
-  growth, reset, *before = residuals
-  form = form._replace(adjoint=True, reverse=True)
-  nothing = jnp.zeros_like(cotangent[0])
-  problem = _Problem(growth, reset, cotangent, nothing)
+  growth, marks, length, *before = residuals
+  of_states, of_after = cotangents
+  form = form._replace(adjoint=True, reverse=True, dtype=growth.dtype)
+  nothing = jnp.zeros_like(of_after)
+  problem = _Problem(growth, marks, of_states, of_after, nothing)
   entering = _entering(form, problem)
   adjoint, d_growth = _write(form, problem, entering, *before)
   if not _varies(growth):
@@ -138,18 +163,21 @@ def _backward(form, residuals, cotangent):
   first = _complex(adjoint[0])
   first_growth = _complex(growth[0])
   decayed = first + first_growth.conj() * first
-  starts = reset[0, :, None]
-  d_initial = _planes(_unless(starts, decayed))
-  d_problem = _Problem(d_growth, None, adjoint, d_initial)
-  return (d_problem,)
+  first_marks = marks[0, :, None]
+  d_initial = _planes(_unless_start(first_marks, decayed))
+  is_empty = length[:, None, None] == 0
+  d_initial = jnp.where(is_empty, d_initial + of_after, d_initial)
+  d_problem = _Problem(d_growth, None, adjoint, nothing, d_initial)
+  return d_problem, None
 
 
 _states.defvjp(_forward, _backward)
 
 
-def _unless(reset: Array, z: Complex) -> Complex:
-  """z, or zero where `reset` is not 0."""
-  return z.map(lambda part: jnp.where(reset == 0, part, 0))
+def _unless_start(marks: Array, z: Complex) -> Complex:
+  """z, or zero where a document starts."""
+  continues = marks & _START == 0
+  return z.map(lambda part: jnp.where(continues, part, 0))
 
 
 def _varies(growth: Array) -> bool:
@@ -176,12 +204,13 @@ def _entering(form: _Form, problem: _Problem) -> Array:
     (growth,) = growths
   else:
     growth = _repeated(form, problem.growth, block)
-  reset = problem.reset
-  rest = reset.shape[1:]
-  reset_blocks = reset.reshape(-1, block, *rest)
-  is_reset = jnp.max(reset_blocks, axis=1)
-  blocks = _Problem(growth, is_reset, ends, problem.initial)
-  form = form._replace(adjoint=False)
+  starts = problem.marks & _START
+  rest = starts.shape[1:]
+  starts_of_blocks = starts.reshape(-1, block, *rest)
+  marks = jnp.max(starts_of_blocks, axis=1)
+  nothing = jnp.zeros_like(problem.at_last)
+  blocks = _Problem(growth, marks, ends, nothing, problem.initial)
+  form = form._replace(adjoint=False, dtype=growth.dtype)
   entering_blocks = _entering(form, blocks)
   (after,) = _write(form, blocks, entering_blocks)
   if form.reverse:
@@ -207,20 +236,23 @@ def _ends(form: _Form, problem: _Problem) -> list[Array]:
   if _varies(problem.growth):
     results.append('block')
   kernel = functools.partial(_ends_kernel, form)
-  operands = [problem.growth, problem.reset, problem.inputs]
-  kinds = ['growth', 'reset', 'step']
+  operands = [problem.growth, problem.marks, problem.inputs, problem.at_last]
+  kinds = ['growth', 'mark', 'step', 'row']
   return _call(kernel, form, operands, kinds, results)
 
 
 def _write(form: _Form, problem: _Problem, entering: Array, *before: Array) -> list[Array]:
   """The states [T, B, 2, P] of blocks that begin with `entering`, or their adjoints.
 
-  With `before`, what entered the blocks of the states, and the states, also the cotangent of the
-  growth: of each step, or, if it is the same at every step, the sums of blocks [N, B, 2, P].
+  If products read states of another dtype, also those. With `before`, what entered the blocks of
+  the states, and the states, also the cotangent of the growth: of each step, or, if it is the same
+  at every step, the sums of blocks [N, B, 2, P].
   """
-  operands = [problem.growth, problem.reset, problem.inputs, entering]
-  kinds = ['growth', 'reset', 'step', 'block']
+  operands = [problem.growth, problem.marks, problem.inputs, problem.at_last, entering]
+  kinds = ['growth', 'mark', 'step', 'row', 'block']
   results = ['step']
+  if form.dtype != problem.growth.dtype:
+    results.append('narrow')
   kernel = functools.partial(_states_kernel, form)
   if before:
     operands += before
@@ -250,17 +282,20 @@ def _call(
   step = pallas.BlockSpec((block, None, 2, lanes), lambda t, b, p: (t, b, 0, p))
   specs = {
     'step': step,
+    'narrow': step,
     'growth': step,
-    'reset': pallas.BlockSpec((block, None), lambda t, b, p: (t, b)),
+    'mark': pallas.BlockSpec((block, None), lambda t, b, p: (t, b)),
+    'row': pallas.BlockSpec((None, 2, lanes), lambda t, b, p: (b, 0, p)),
     'block': pallas.BlockSpec((None, None, 2, lanes), lambda t, b, p: (t, b, 0, p)),
   }
-  if not _varies(operands[0]):
+  growth = operands[0]
+  if not _varies(growth):
     specs['growth'] = pallas.BlockSpec((1, None, 2, lanes), lambda t, b, p: (0, 0, 0, p))
-  sizes = {'step': time, 'block': blocks}
-  out_shapes = []
-  for kind in results:
-    shape = (sizes[kind], *rest)
-    out_shapes.append(jax.ShapeDtypeStruct(shape, inputs.dtype))
+  shapes = {
+    'step': jax.ShapeDtypeStruct((time, *rest), growth.dtype),
+    'narrow': jax.ShapeDtypeStruct((time, *rest), form.dtype),
+    'block': jax.ShapeDtypeStruct((blocks, *rest), growth.dtype),
+  }
   warps = max(1, lanes // 32)
   name = kernel.func.__name__
   compiled = pallas.pallas_call(
@@ -268,7 +303,7 @@ def _call(
     grid=(blocks, rows, states // lanes),
     in_specs=[specs[kind] for kind in kinds],
     out_specs=[specs[kind] for kind in results],
-    out_shape=out_shapes,
+    out_shape=[shapes[kind] for kind in results],
     compiler_params=triton.CompilerParams(num_warps=warps),
     interpret=form.interpret,
     name=name.strip('_'),
@@ -276,29 +311,41 @@ def _call(
   return compiled(*operands)
 
 
-def _ends_kernel(form, growth, reset, inputs, ends, *growth_of_block):
-  zero = _zero(inputs)
+def _ends_kernel(form, growth, marks, inputs, at_last, ends, *growth_of_block):
+  zero = _zero(growth)
 
   def visit(_, step, total_growth):
     further = step.growth + step.growth * total_growth
     return total_growth + further
 
-  end, total_growth = _walk(form, growth, reset, inputs, zero, visit)
+  end, total_growth = _walk(form, growth, marks, inputs, at_last, zero, visit)
   _store(ends, end)
   for ref in growth_of_block:  # else what is not used is not computed
     _store(ref, total_growth)
 
 
-def _states_kernel(form, growth, reset, inputs, entering, states):
+def _states_kernel(form, growth, marks, inputs, at_last, entering, *results):
   def visit(number, step, nothing):
-    _store(states, step.emitted, number)
+    for states in results:
+      _store(states, step.emitted, number)
     return nothing
 
   state = _load(entering)
-  _walk(form, growth, reset, inputs, state, visit)
+  _walk(form, growth, marks, inputs, at_last, state, visit)
 
 
-def _gradient_kernel(form, growth, reset, inputs, entering, entered, states, adjoint, d_growth):
+def _gradient_kernel(
+  form,
+  growth,
+  marks,
+  inputs,
+  at_last,
+  entering,
+  entered,
+  states,
+  adjoint,
+  d_growth,
+):
   varies = len(d_growth.shape) == 3
   before_block = _load(entered)
 
@@ -311,27 +358,36 @@ def _gradient_kernel(form, growth, reset, inputs, entering, entered, states, adj
 
   def visit(number, step, total):
     _store(adjoint, step.emitted, number)
-    product = _unless(step.reset, step.read.conj() * step.emitted)
+    product = _unless_start(step.marks, step.read.conj() * step.emitted)
     if varies:
       _store(d_growth, product, number)
       return total
     return total + product
 
   state = _load(entering)
-  _, total = _walk(form, growth, reset, inputs, state, visit, read)
+  _, total = _walk(form, growth, marks, inputs, at_last, state, visit, read)
   if not varies:
     _store(d_growth, total)
 
 
 class _Step(NamedTuple):
   growth: Complex  # the conjugate in an adjoint
-  reset: Array
+  marks: Array
   inputs: Complex
   read: Any  # what the kernel reads besides
   emitted: Any = None
 
 
-def _walk(form, growth, reset, inputs, state, visit, read=lambda step: None):
+def _walk(
+  form,
+  growth,
+  marks,
+  inputs,
+  at_last,
+  state,
+  visit,
+  read=lambda step: None,
+):
   """The steps of a block from `state` on -> (the state after them, what `visit` has gathered).
 
   `visit` takes the number of a step, its `_Step` and what was gathered, at first zero.
@@ -340,12 +396,18 @@ def _walk(form, growth, reset, inputs, state, visit, read=lambda step: None):
   group = math.gcd(count, _GROUP)
   groups = count // group
   varies = growth.shape[0] > 1
+  zero = _zero(growth)
+  added_at_last = _load(at_last)
 
   def load(number):
     g = _load(growth, number if varies else 0)
     if form.adjoint:
       g = g.conj()
-    return _Step(g, reset[number], _load(inputs, number), read(number))
+    mark = marks[number]
+    is_last = mark & _LAST != 0
+    added = added_at_last.map(lambda part: jnp.where(is_last, part, 0))
+    values = added + _load(inputs, number).map(lambda part: part.astype(g.re.dtype))
+    return _Step(g, mark, values, read(number))
 
   def in_group(index, carried):
     state, gathered = carried
@@ -361,7 +423,7 @@ def _walk(form, growth, reset, inputs, state, visit, read=lambda step: None):
       gathered = visit(number, emitting, gathered)
     return state, gathered
 
-  initial = (state, _zero(inputs))
+  initial = (state, zero)
   return lax.fori_loop(0, groups, in_group, initial)
 
 
@@ -370,8 +432,8 @@ def _step(form: _Form, step: _Step, state: Complex) -> tuple[Complex, Complex]:
   if form.adjoint:
     added = step.inputs + state
     decayed = added + step.growth * added
-    return added, _unless(step.reset, decayed)
-  kept = _unless(step.reset, state)
+    return added, _unless_start(step.marks, decayed)
+  kept = _unless_start(step.marks, state)
   change = step.inputs + step.growth * kept
   after = kept + change
   return after, after
@@ -389,5 +451,5 @@ def _load(planes: Any, *step: Any) -> Complex:
 
 
 def _store(planes: Any, z: Complex, *step: Any) -> None:
-  planes[*step, 0] = z.re
-  planes[*step, 1] = z.im
+  planes[*step, 0] = z.re.astype(planes.dtype)
+  planes[*step, 1] = z.im.astype(planes.dtype)

@@ -20,9 +20,16 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.models.recurrence.scan import Complex, Form, Number, diagonal_scan, state_after
+from valkyrie.models.recurrence.scan import (
+  Complex,
+  Form,
+  Number,
+  diagonal_scan,
+  read,
+  state_after,
+)
 from valkyrie.sharding import sequence_parallel
-from valkyrie.types import Array
+from valkyrie.types import Array, DType
 
 
 class Piece(NamedTuple):
@@ -47,18 +54,17 @@ def scan_chunk(
   carry: Number,
   reset: Array,
   length: Array,
+  dtype: DType,
   *,
   form: Form,
 ) -> tuple[Number, Number]:
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
-  The arguments are as in `scan.diagonal_scan`, with `length` int32 [B] steps before the padding.
-  With pieces, `carry` is correct only on device 0, and so is the state after the chunk. A growth
+  The arguments are those of `scan.read`, with `length` int32 [B] steps before the padding. With pieces, `carry` is correct only on device 0, and so is the state after the chunk. A growth
   [P], the same at every step, must then be complex.
   """
   if not sequence_parallel.axes():
-    states = diagonal_scan(growth, inputs, carry, reset, form=form)
-    return states, state_after(states, carry, length)
+    return read(growth, inputs, carry, reset, length, dtype, form=form)
   zero = jax.tree.map(jnp.zeros_like, carry)
   known = sequence_parallel.select_first(carry, zero)
   states = diagonal_scan(growth, inputs, known, reset, form=form)
@@ -71,7 +77,9 @@ def scan_chunk(
   without_state = piece._replace(state=zero)
   before, after = sequence_parallel.device_prefix_scan(piece, then, without_state)
   grown = grow(before.state)
-  return states + grown, after.state
+  exact = states + grown
+  rounded = jax.tree.map(lambda part: part.astype(dtype), exact)
+  return rounded, after.state
 
 
 def _running_product(

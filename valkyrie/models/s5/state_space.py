@@ -176,14 +176,16 @@ def read_chunk(
   inputs = _inputs(system.b, gain, u)
   reset = starts.T
   inputs = scan.begun(growth, inputs, first, reset)
-  states, after = sharded_scan.scan_chunk(growth, inputs, initial, reset, length, form=form)
+  states, after = sharded_scan.scan_chunk(
+    growth, inputs, initial, reset, length, u.dtype, form=form
+  )
   if ends is not None:
     backwards = _scan_backwards(growth, inputs, initial, ends.T, form)
+    backwards = backwards.map(lambda part: part.astype(u.dtype))
     real = jnp.concatenate([states.re, backwards.re], axis=-1)
     imaginary = jnp.concatenate([states.im, backwards.im], axis=-1)
     states = Complex(real, imaginary)
-  narrow = states.map(lambda part: part.astype(u.dtype))
-  y = _outputs(system.c, conj_sym, narrow)
+  y = _outputs(system.c, conj_sym, states)
   skip = _over_tokens(system.d) * u.astype(y.dtype)
   return y + skip, after
 
