@@ -194,6 +194,15 @@ def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
   assert 'pallas_call' in str(whole.with_kernels(agreed).trace(phase).jaxpr)
 
 
+def test_a_kernel_that_computes_no_number_does_not_agree(tmp_path, monkeypatch):
+  def results(make, shape, dtype, options):
+    return [jnp.array([np.nan if options.kernel_lengths else 1.0])]
+
+  monkeypatch.setattr(kernel_choice, 'results', results)
+  with pytest.raises(Disagreement, match='nan of the norm from the plain form'):
+    agreeing_lengths(setup(tmp_path, 'interpret'), str)
+
+
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
   said, found = [], 'the kernels are for TPUs and GPUs, and this program for a CPU'
   assert agreeing_lengths(setup(tmp_path, 'prefer'), said.append) == set()

@@ -2,11 +2,16 @@
 
 import functools
 
+import haiku as hk
 import jax
+from jax.ad_checkpoint import print_saved_residuals
 import jax.numpy as jnp
+import pytest
 import tiny
 
+from valkyrie.models.block import Block
 from valkyrie.models.recurrence.gated import GatedRecurrence
+from valkyrie.models.remat import POLICIES
 
 LAYERS = 2
 TIME = 24
@@ -40,3 +45,31 @@ def test_a_loop_over_layers_saves_states_and_not_the_product_before_them():
   # Two parts of the states instead of the product before them, with both parts side by side.
   assert saved.count(('float32', (2, TIME, 2, STATES))) == 2
   assert ('float32', (2, 2 * TIME, 2 * STATES)) not in saved
+
+
+@pytest.mark.parametrize(('norm', 'sums', 'products'), [('before', 3, 0), ('after', 0, 4)])
+def test_layers_save_the_stream_instead_of_what_they_add_to_it(norm, sums, products, capsys):
+  """A norm after a mixer, or after an MLP, reads what is added."""
+  width = 8
+
+  def read(x):
+    for name in ('first', 'second'):
+      block = Block(mixers, mlp_width=20, norm=norm, name=name)
+      carry = block.initial_carry(1, x.dtype)
+      places = jnp.arange(TIME)[None]
+      x, _ = block(x, carry, positions=places, segment_ids=jnp.ones_like(places))
+    return x
+
+  model = hk.transform(read)
+  x = jnp.ones((1, TIME, width))
+  params = model.init(jax.random.key(0), x)
+
+  def loss(params, x):
+    y = model.apply(params, None, x)
+    return jnp.sum(y)
+
+  print_saved_residuals(jax.checkpoint(loss, policy=POLICIES['products']), params, x)
+  lines = capsys.readouterr().out.splitlines()
+  wide = [line for line in lines if line.startswith(f'f32[{TIME},{width}]')]
+  named = [line for line in wide if "'stream'" in line]
+  assert (len(named), len(wide) - len(named)) == (sums, products)

@@ -9,6 +9,7 @@ import pytest
 import scan_test
 
 from valkyrie.models.recurrence import scan, scan_kernel
+from valkyrie.models.recurrence.scan import Complex
 
 by_kernel = functools.partial(scan_kernel.scan, interpret=True)
 
@@ -38,6 +39,45 @@ def test_values_and_gradients_are_those_of_the_equation(time, varies):
   np.testing.assert_allclose(found_states, exact, rtol=1e-10, atol=1e-12)
   for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('varies', [False, True])
+def test_states_for_products_are_rounded_and_the_state_after_is_exact(varies):
+  """Rows that are full, that end early, before a block's last step or with it, and that are empty.
+
+  The gradient reads the exact states, and so does a chunk that goes on.
+  """
+  *numbers, reset = scan_test.problem(32, rows=5, varies=varies)
+  length = jnp.array([32, 27, 16, 1, 0])
+  growth, inputs, initial = (scan_test.pair(x, np.float32) for x in numbers)
+  is_token = jnp.arange(32)[:, None] < length[None]
+  random = np.random.default_rng(1)
+  weights = jnp.asarray(random.normal(size=(2, *inputs.re.shape)), jnp.bfloat16)
+  weights = jnp.where(is_token[..., None], weights, 0)
+  after_weights = random.normal(size=(2, *initial.re.shape)).astype(np.float32)
+
+  def read(growth, inputs, initial, form):
+    arguments = (growth, inputs, initial, jnp.asarray(reset), length, jnp.bfloat16)
+    return scan.read(*arguments, form=form)
+
+  def results(form):
+    read_by_form = jax.jit(functools.partial(read, form=form))
+    found, pull_back = jax.vjp(read_by_form, growth, inputs, initial)
+    return found, pull_back((Complex(*weights), Complex(*after_weights)))
+
+  (states, after), found = results(functools.partial(by_kernel, block=4))
+  (plain_states, plain_after), expected = results('sequential')
+  rounding = 2**-8
+  for part, plain in zip(states, plain_states, strict=True):
+    assert part.dtype == plain.dtype == jnp.bfloat16
+    difference = np.where(is_token[..., None], np.float32(part) - np.float32(plain), 0)
+    assert np.all(np.abs(difference) <= rounding * np.abs(np.float32(plain)))
+  for part, plain in zip(after, plain_after, strict=True):
+    assert part.dtype == jnp.float32
+    np.testing.assert_allclose(part, plain, rtol=1e-5, atol=1e-5)
+  for part, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    scale = np.abs(plain).max()
+    np.testing.assert_allclose(part, plain, atol=1e-6 * scale)
 
 
 def test_long_memories_in_float32_against_float64():

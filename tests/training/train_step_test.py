@@ -282,6 +282,28 @@ def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, at_once,
     )
 
 
+def test_a_gpu_computes_log_sums_in_one_pass(monkeypatch):
+  """Of scores up to 10^4, with those that only pad the vocabulary, and their gradients."""
+  random = np.random.default_rng(0)
+  scale = 10.0 ** np.arange(-2, 5)[:, None]
+  scores = (scale * random.normal(size=(7, 300))).astype(np.float32)
+  scores[:, 290:] = -1e30
+  weights = random.normal(size=7).astype(np.float32)
+
+  def loss(scores):
+    log_sums = losses._log_sum_exp(scores)
+    return jnp.sum(weights * log_sums), log_sums
+
+  monkeypatch.setattr(losses, 'platform', lambda: 'gpu')
+  gradient, log_sums = jax.grad(loss, has_aux=True)(scores)
+  largest = scores.max(axis=-1, keepdims=True)
+  shifted = np.exp(np.float64(scores) - largest)
+  total = shifted.sum(axis=-1, keepdims=True)
+  np.testing.assert_allclose(log_sums, (largest + np.log(total))[:, 0], rtol=1e-6)
+  expected = weights[:, None] * shifted / total
+  np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=1e-7)
+
+
 def test_a_new_model_knows_nothing():
   """The first loss is that of the uniform distribution, within a nat."""
   _, step, start = built()

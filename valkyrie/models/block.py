@@ -101,7 +101,7 @@ class Block(hk.Module):
       y = y.astype(x.dtype)
       y = self._normed_after(y, 'post_mixer_norm')
       y = layers.dropout(y, self.dropout)
-      x = _added(x, y)
+      x = self._added(x, y)
       carries.append(mixer_carry)
     mixed = x
     if self.mlp is None:
@@ -111,7 +111,7 @@ class Block(hk.Module):
       added = self.mlp(read)
       added = self._normed_after(added, 'post_mlp_norm')
       added = layers.dropout(added, self.dropout)
-      x = _added(mixed, added)
+      x = self._added(mixed, added)
     if found:
       activations = {
         'mixers': mixed - inputs,
@@ -137,10 +137,14 @@ class Block(hk.Module):
       return y
     return RMSNorm(name=name)(y)
 
+  def _added(self, x: Array, y: Array) -> Array:
+    """x + y [B, T, D].
 
-def _added(x: Array, y: Array) -> Array:
-  """x + y [B, T, D]."""
-  width = x.shape[-1]
-  rows = x.reshape(-1, width) + y.reshape(-1, width)
-  rows = checkpoint_name(rows, 'stream')
-  return rows.reshape(x.shape)
+    As rows, which products are: on a GPU, the product that ends y then adds x, too.
+    """
+    width = x.shape[-1]
+    rows = x.reshape(-1, width) + y.reshape(-1, width)
+    if self.norm == 'before':
+      # Nothing else needs y: a layer that saves the sum does not save y.
+      rows = checkpoint_name(rows, 'stream')
+    return rows.reshape(x.shape)

@@ -63,20 +63,22 @@ def results(
   dtype: DType,
   options: MixerOptions,
 ) -> list[Array]:
-  """Outputs and gradients of random x [B, T, D] = `shape`, in the mixer that `make` makes.
+  """Outputs, carries and gradients of random x [B, T, D] = `shape`, in the mixer of `make`.
 
   Its rows go on in a document, begin another one, and end with padding.
   """
   rows, time, _ = shape
   key = jax.random.key(0)
-  carry_key, x_key, weights_key = jax.random.split(key, 3)
+  carry_key, x_key, weights_key, after_key = jax.random.split(key, 4)
   positions, segments = _places(rows, time)
 
   def read(x, carry):
     mixer: Any = make()
     configure(mixer, options)
-    y, _ = mixer(x, carry, positions=positions, segment_ids=segments)
-    return y
+    y, after = mixer(x, carry, positions=positions, segment_ids=segments)
+    leaves = jax.tree.leaves(after)
+    learned = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return y, learned
 
   def used(leaf):
     random = 1.5 + jax.random.normal(carry_key, leaf.shape)
@@ -97,10 +99,11 @@ def results(
   def apply(params, x):
     return mixer.apply(params, None, x, carry)
 
-  y, pull_back = jax.vjp(apply, params, x)
+  (y, after), pull_back = jax.vjp(apply, params, x)
   outputs = jnp.where(weights == 0, 0, y)
-  gradients = pull_back(weights)
-  arrays = jax.tree.leaves((outputs, gradients))
+  after_weights = [jax.random.normal(after_key, leaf.shape, leaf.dtype) for leaf in after]
+  gradients = pull_back((weights, after_weights))
+  arrays = jax.tree.leaves((outputs, after, gradients))
   return [array.astype(jnp.float32) for array in arrays]
 
 

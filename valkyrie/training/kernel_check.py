@@ -117,7 +117,7 @@ def _compared(
     first, _, _ = reason_of(failure).partition('\n')
     return '', f'it fails ({first})'
   finding = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
-  if apart > bound:
+  if not apart <= bound:  # NaN is neither
     return finding, f'{finding}, more than {bound:.2g}'
   return finding, ''
 
