@@ -9,9 +9,9 @@ arithmetic, but XLA writes and reads parts of blocks between its steps.
 The gradient is the recurrence in the other direction of time. Its second kernel sums the cotangent
 of the growth in registers, too.
 
-Products read the states in a narrow dtype. The kernels write them so, beside the exact ones that the
-gradient reads, and read a narrow cotangent: XLA cannot convert what a kernel reads or writes without
-another pass over memory.
+Products read the states in a narrow dtype. The kernels write them so, beside the exact ones that
+the gradient reads, and read a narrow cotangent: for what a kernel reads or writes, XLA needs another
+pass over memory to convert it.
 
 As in `scan`, no step rounds 1 + g, and a document start selects.
 """
