@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+from valkyrie.models import block
 from valkyrie.models.block import Block
 from valkyrie.models.recurrence.gated import GatedRecurrence
 from valkyrie.models.remat import POLICIES
@@ -47,17 +48,21 @@ def test_a_loop_over_layers_saves_states_and_not_the_product_before_them():
   assert ('float32', (2, 2 * TIME, 2 * STATES)) not in saved
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
 @pytest.mark.parametrize(('norm', 'sums', 'products'), [('before', 3, 0), ('after', 0, 4)])
-def test_layers_save_the_stream_instead_of_what_they_add_to_it(norm, sums, products, capsys):
-  """A norm after a mixer, or after an MLP, reads what is added."""
+def test_layers_save_the_stream_instead_of_what_they_add_to_it(
+  norm, sums, products, platform, capsys, monkeypatch
+):
+  """A norm after a mixer, or after an MLP, reads what is added. A GPU adds rows."""
+  monkeypatch.setattr(block, 'platform', lambda: platform)
   width = 8
 
   def read(x):
     for name in ('first', 'second'):
-      block = Block(mixers, mlp_width=20, norm=norm, name=name)
-      carry = block.initial_carry(1, x.dtype)
+      layer = Block(mixers, mlp_width=20, norm=norm, name=name)
+      carry = layer.initial_carry(1, x.dtype)
       places = jnp.arange(TIME)[None]
-      x, _ = block(x, carry, positions=places, segment_ids=jnp.ones_like(places))
+      x, _ = layer(x, carry, positions=places, segment_ids=jnp.ones_like(places))
     return x
 
   model = hk.transform(read)
@@ -70,6 +75,7 @@ def test_layers_save_the_stream_instead_of_what_they_add_to_it(norm, sums, produ
 
   print_saved_residuals(jax.checkpoint(loss, policy=POLICIES['products']), params, x)
   lines = capsys.readouterr().out.splitlines()
-  wide = [line for line in lines if line.startswith(f'f32[{TIME},{width}]')]
+  shapes = (f'f32[{TIME},{width}]', f'f32[1,{TIME},{width}]')
+  wide = [line for line in lines if line.startswith(shapes) and 'argument' not in line]
   named = [line for line in wide if "'stream'" in line]
   assert (len(named), len(wide) - len(named)) == (sums, products)

@@ -282,7 +282,7 @@ def test_one_pass_over_the_logits_is_enough_for_their_gradients(z_loss, at_once,
     )
 
 
-def test_a_gpu_computes_log_sums_in_one_pass(monkeypatch):
+def test_log_sums_in_one_pass_are_those_of_the_definition():
   """Of scores up to 10^4, with those that only pad the vocabulary, and their gradients."""
   random = np.random.default_rng(0)
   scale = 10.0 ** np.arange(-2, 5)[:, None]
@@ -291,10 +291,9 @@ def test_a_gpu_computes_log_sums_in_one_pass(monkeypatch):
   weights = random.normal(size=7).astype(np.float32)
 
   def loss(scores):
-    log_sums = losses._log_sum_exp(scores)
+    log_sums = losses._log_sum_exp_at_once(scores)
     return jnp.sum(weights * log_sums), log_sums
 
-  monkeypatch.setattr(losses, 'platform', lambda: 'gpu')
   gradient, log_sums = jax.grad(loss, has_aux=True)(scores)
   largest = scores.max(axis=-1, keepdims=True)
   shifted = np.exp(np.float64(scores) - largest)

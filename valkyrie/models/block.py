@@ -12,6 +12,7 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import layers
 from valkyrie.models.layers import MLP, GatedMLP, MixerOptions, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, Carry, DType, SequenceMixer
 
 NORMS = ('before', 'after', 'both')
@@ -138,13 +139,15 @@ class Block(hk.Module):
     return RMSNorm(name=name)(y)
 
   def _added(self, x: Array, y: Array) -> Array:
-    """x + y [B, T, D].
-
-    As rows, which products are: on a GPU, the product that ends y then adds x, too.
-    """
-    width = x.shape[-1]
-    rows = x.reshape(-1, width) + y.reshape(-1, width)
+    """x + y [B, T, D]."""
+    shape = x.shape
+    if platform() == 'gpu':
+      # As rows, which products are: the one that ends y then adds x, too.
+      rows = (-1, shape[-1])
+      x = x.reshape(rows)
+      y = y.reshape(rows)
+    total = x + y
     if self.norm == 'before':
       # Nothing else needs y: a layer that saves the sum does not save y.
-      rows = checkpoint_name(rows, 'stream')
-    return rows.reshape(x.shape)
+      total = checkpoint_name(total, 'stream')
+    return total.reshape(shape)

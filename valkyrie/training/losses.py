@@ -72,7 +72,10 @@ def _scores_at_once(features: Features, targets: Array, vocabulary_size: int) ->
   is_target = tokens[None, None] == targets[..., None]
   of_target = jnp.where(is_target, scores, 0)
   target_scores = jnp.sum(of_target, axis=-1)
-  log_normalizer = _log_sum_exp(scores)
+  if platform() == 'gpu':
+    log_normalizer = _log_sum_exp_at_once(scores)
+  else:
+    log_normalizer = jax.nn.logsumexp(scores, axis=-1)
   loss = log_normalizer - target_scores
   likeliest = jnp.argmax(scores, axis=-1)
   right = likeliest == targets
@@ -80,14 +83,12 @@ def _scores_at_once(features: Features, targets: Array, vocabulary_size: int) ->
 
 
 @jax.custom_jvp
-def _log_sum_exp(scores: Array) -> Array:
-  """log Σ exp(score) of the last axis.
+def _log_sum_exp_at_once(scores: Array) -> Array:
+  """log Σ exp(score) of the last axis, by one pass over the scores.
 
-  A GPU reads the scores once: a sum goes with its largest term so far (Milakov & Gimelshein 2018,
-  algorithm 3). XLA would read them for the largest of all, and then for the sum.
+  A sum goes with its largest term so far (Milakov & Gimelshein 2018, algorithm 3). Otherwise a GPU
+  reads the scores for the largest of all, and again for the sum.
   """
-  if platform() != 'gpu':
-    return jax.nn.logsumexp(scores, axis=-1)
 
   def join(first, second):
     largest = jnp.maximum(first[0], second[0])
@@ -95,19 +96,18 @@ def _log_sum_exp(scores: Array) -> Array:
     second_sum = second[1] * jnp.exp(second[0] - largest)
     return largest, first_sum + second_sum
 
-  lowest = jnp.finfo(scores.dtype).min
-  zero = jnp.zeros((), scores.dtype)
+  lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
+  zero = jnp.zeros_like(lowest)
   terms = (scores, jnp.ones_like(scores))
-  nothing = (zero + lowest, zero)
-  largest, total = lax.reduce(terms, nothing, join, (scores.ndim - 1,))
+  largest, total = lax.reduce(terms, (lowest, zero), join, (scores.ndim - 1,))
   return largest + jnp.log(total)
 
 
-@_log_sum_exp.defjvp
-def _log_sum_exp_jvp(scores, changes):
+@_log_sum_exp_at_once.defjvp
+def _log_sum_exp_at_once_jvp(scores, changes):
   (scores,) = scores
   (change,) = changes
-  log_sum = _log_sum_exp(scores)
+  log_sum = _log_sum_exp_at_once(scores)
   probabilities = jnp.exp(scores - log_sum[..., None])
   return log_sum, jnp.sum(probabilities * change, axis=-1)
 

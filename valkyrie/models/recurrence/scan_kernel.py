@@ -10,8 +10,8 @@ The gradient is the recurrence in the other direction of time. Its second kernel
 of the growth in registers, too.
 
 Products read the states in a narrow dtype. The kernels write them so, beside the exact ones that
-the gradient reads, and read a narrow cotangent: for what a kernel reads or writes, XLA needs another
-pass over memory to convert it.
+the gradient reads, and read a narrow cotangent: XLA would need another pass over memory to convert
+what a kernel reads or writes.
 
 As in `scan`, no step rounds 1 + g, and a document start selects.
 """

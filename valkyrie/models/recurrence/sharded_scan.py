@@ -60,8 +60,8 @@ def scan_chunk(
 ) -> tuple[Number, Number]:
   """(the states [T, B, P] of a chunk, or of this device's piece, the state [B, P] after the chunk).
 
-  The arguments are those of `scan.read`. With pieces, `carry` is correct only on device 0, and so is
-  the state after the chunk. A growth [P], the same at every step, must then be complex.
+  The arguments are those of `scan.read`. With pieces, `carry` is correct only on device 0, and so
+  is the state after the chunk. A growth [P], the same at every step, must then be complex.
   """
   if not sequence_parallel.axes():
     return read(growth, inputs, carry, reset, length, dtype, form=form)
