@@ -69,6 +69,16 @@ TABLE = certify.Table(
     certify.run('h200', 'h200:1'),
     certify.run('h200', 'h200:8', '--gin_file=gin/partition/zero1.gin', batch_size=8),
     certify.run('h200', '4xh200:8', '--gin_file=gin/partition/zero1.gin', batch_size=32),
+    certify.run(
+      'h200',
+      '4xh200:8',
+      '--gin_file=gin/partition/context.gin',
+      '--gin.LanguageModel.unroll=1',  # else it compiles for half an hour
+      batch_size=1,
+      chunk_size=262144,
+      chunks=40,
+      backprop_chunks=40,
+    ),
     certify.run('v5p_64_8b', '8xh100:8', _KERNELS),
     qwen('h100:8', _SPLIT, _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
     qwen('h100:8', _SPLIT, *_WHOLE),
