@@ -4,15 +4,24 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 import tiny
 
 from valkyrie.models.mixer_check import check_mixer
+from valkyrie.models.recurrence import convolution
 from valkyrie.models.recurrence.convolution import Tail
 from valkyrie.models.recurrence.short_convolution import ShortConvolution
 
 WIDTH, INNER, TAPS = 5, 6, 3
 
 
+@pytest.fixture(params=['cpu', 'gpu'])
+def form(request, monkeypatch):
+  """Each platform's form of the convolution."""
+  monkeypatch.setattr(convolution, 'platform', lambda: request.param)
+
+
+@pytest.mark.usefixtures('form')
 def test_values_are_those_of_the_equations():
   random = np.random.default_rng(0)
   x = random.normal(size=(2, 9, WIDTH))
@@ -35,5 +44,32 @@ def test_values_are_those_of_the_equations():
   np.testing.assert_allclose(after.inputs, gated[:, -2:], atol=1e-12)
 
 
+def test_the_forms_agree(monkeypatch):
+  """In values and gradients, with a row that ends early; sums of small whole numbers are exact."""
+  random = np.random.default_rng(0)
+
+  def whole(*shape):
+    return random.integers(-3, 4, shape).astype(np.float32)
+
+  x = whole(2, 9, INNER)
+  before = whole(2, TAPS - 1, INNER)
+  weights = whole(TAPS, 2, 9, INNER)
+  weights_after = whole(2, TAPS - 1, INNER)
+  segment_ids = np.ones((2, 9), np.int32)
+  segment_ids[1, 1:] = 0
+
+  def read(x, before):
+    shifted, tail = convolution.lagged(Tail(before), x, segment_ids)
+    loss = sum((w * part).sum() for w, part in zip(weights, shifted, strict=True))
+    return loss + (weights_after * tail.inputs).sum(), (shifted, tail)
+
+  results = []
+  for platform in ('cpu', 'tpu'):
+    monkeypatch.setattr(convolution, 'platform', lambda platform=platform: platform)
+    results.append(jax.value_and_grad(read, (0, 1), has_aux=True)(x, before))
+  jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.usefixtures('form')
 def test_it_keeps_the_rules_of_mixers():
   check_mixer(functools.partial(ShortConvolution, INNER), WIDTH)
