@@ -77,8 +77,8 @@ def results(
     configure(mixer, options)
     y, after = mixer(x, carry, positions=positions, segment_ids=segments)
     leaves = jax.tree.leaves(after)
-    learned = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return y, learned
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return y, floats
 
   def used(leaf):
     random = 1.5 + jax.random.normal(carry_key, leaf.shape)

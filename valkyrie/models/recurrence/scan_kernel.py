@@ -23,42 +23,23 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from valkyrie.models.recurrence import scan_steps
 from valkyrie.models.recurrence.scan import Complex, state_after
+from valkyrie.models.recurrence.scan_steps import LAST, START, KernelForm, unless_start
 from valkyrie.types import Array, DType
 
 BLOCK = 64  # steps of a block
-_GROUP = 8  # steps whose inputs are read before the first of them is computed
 _LANES = 128  # states of a program, one for each of its threads
-_START = 1
-_LAST = 2
-
-
-class _Form(NamedTuple):
-  """What the steps of a kernel do.
-
-  adjoint: a step decays what it has added to, by the conjugate; otherwise it adds to what it has
-    decayed.
-  reverse: the last step is the first.
-  dtype: of the states for products.
-  interpret, block: see `scan`.
-  """
-
-  adjoint: bool
-  reverse: bool
-  dtype: DType
-  interpret: bool
-  block: int
 
 
 class _Problem(NamedTuple):
   """A complex number is two planes.
 
   growth: [T, B, 2, P], or [1, 1, 2, P], the same at every step.
-  marks: int32 [T, B]: `_START` where a document starts, `_LAST` at the last step before padding.
+  marks: int32 [T, B]: `START` where a document starts, `LAST` at the last step before padding.
   inputs: [T, B, 2, P], of growth's dtype or a narrower one.
   at_last: [B, 2, P], is added to the inputs of the steps that are marked as last ones.
   initial: the state [B, 2, P] that enters.
@@ -94,12 +75,12 @@ def scan(
     interpret: in Pallas's interpreter, on any device, slowly.
     block: steps of a block, a power of two; fewer if the steps of a chunk are no multiple.
   """
-  form = _Form(adjoint=False, reverse=False, dtype=dtype, interpret=interpret, block=block)
+  form = KernelForm(adjoint=False, reverse=False, dtype=dtype, interpret=interpret, block=block)
   time = len(reset)
   step = jnp.arange(time)[:, None]
   is_last = step == length[None] - 1
-  starts = jnp.where(reset, _START, 0)
-  marks = starts + jnp.where(is_last, _LAST, 0)
+  starts = jnp.where(reset, START, 0)
+  marks = starts + jnp.where(is_last, LAST, 0)
   entering = _planes(initial)
   problem = _Problem(
     growth=_planes(growth),
@@ -164,7 +145,7 @@ def _backward(form, residuals, cotangents):
   first_growth = _complex(growth[0])
   decayed = first + first_growth.conj() * first
   first_marks = marks[0, :, None]
-  d_initial = _planes(_unless_start(first_marks, decayed))
+  d_initial = _planes(unless_start(first_marks, decayed))
   is_empty = length[:, None, None] == 0
   d_initial = jnp.where(is_empty, d_initial + of_after, d_initial)
   d_problem = _Problem(d_growth, None, adjoint, nothing, d_initial)
@@ -174,25 +155,19 @@ def _backward(form, residuals, cotangents):
 _states.defvjp(_forward, _backward)
 
 
-def _unless_start(marks: Array, z: Complex) -> Complex:
-  """z, or zero where a document starts."""
-  continues = marks & _START == 0
-  return z.map(lambda part: jnp.where(continues, part, 0))
-
-
 def _varies(growth: Array) -> bool:
   """Whether steps, or rows, have growths of their own."""
   return growth.shape[:2] != (1, 1)
 
 
-def _steps_of_block(form: _Form, time: int) -> int:
+def _steps_of_block(form: KernelForm, time: int) -> int:
   block = math.gcd(time, form.block)
   if block == 1 or time <= 2 * form.block:
     return time
   return block
 
 
-def _entering(form: _Form, problem: _Problem) -> Array:
+def _entering(form: KernelForm, problem: _Problem) -> Array:
   """What enters each block of N: [N, B, 2, P]."""
   time = len(problem.inputs)
   block = _steps_of_block(form, time)
@@ -204,7 +179,7 @@ def _entering(form: _Form, problem: _Problem) -> Array:
     (growth,) = growths
   else:
     growth = _repeated(form, problem.growth, block)
-  starts = problem.marks & _START
+  starts = problem.marks & START
   rest = starts.shape[1:]
   starts_of_blocks = starts.reshape(-1, block, *rest)
   marks = jnp.max(starts_of_blocks, axis=1)
@@ -220,7 +195,7 @@ def _entering(form: _Form, problem: _Problem) -> Array:
   return jnp.concatenate([initial, earlier])
 
 
-def _repeated(form: _Form, growth: Array, count: int) -> Array:
+def _repeated(form: KernelForm, growth: Array, count: int) -> Array:
   """The growth over so many steps, a power of two: (1 + g)^2 = 1 + (2 g + g^2)."""
   g = _complex(growth)
   if form.adjoint:
@@ -230,18 +205,18 @@ def _repeated(form: _Form, growth: Array, count: int) -> Array:
   return _planes(g)
 
 
-def _ends(form: _Form, problem: _Problem) -> list[Array]:
+def _ends(form: KernelForm, problem: _Problem) -> list[Array]:
   """The states after blocks that begin with zero, and growths if these differ: [N, B, 2, P]."""
   results = ['block']
   if _varies(problem.growth):
     results.append('block')
-  kernel = functools.partial(_ends_kernel, form)
+  kernel = functools.partial(scan_steps.ends_kernel, form)
   operands = [problem.growth, problem.marks, problem.inputs, problem.at_last]
   kinds = ['growth', 'mark', 'step', 'row']
   return _call(kernel, form, operands, kinds, results)
 
 
-def _write(form: _Form, problem: _Problem, entering: Array, *before: Array) -> list[Array]:
+def _write(form: KernelForm, problem: _Problem, entering: Array, *before: Array) -> list[Array]:
   """The states [T, B, 2, P] of blocks that begin with `entering`, or their adjoints.
 
   If products read states of another dtype, also those. With `before`, what entered the blocks of
@@ -253,19 +228,19 @@ def _write(form: _Form, problem: _Problem, entering: Array, *before: Array) -> l
   results = ['step']
   if form.dtype != problem.growth.dtype:
     results.append('narrow')
-  kernel = functools.partial(_states_kernel, form)
+  kernel = functools.partial(scan_steps.states_kernel, form)
   if before:
     operands += before
     kinds += ['block', 'step']
     kind_of_growth = 'step' if _varies(problem.growth) else 'block'
     results.append(kind_of_growth)
-    kernel = functools.partial(_gradient_kernel, form)
+    kernel = functools.partial(scan_steps.gradient_kernel, form)
   return _call(kernel, form, operands, kinds, results)
 
 
 def _call(
   kernel: Callable[..., None],
-  form: _Form,
+  form: KernelForm,
   operands: Sequence[Array],
   kinds: Sequence[str],
   results: Sequence[str],
@@ -306,150 +281,6 @@ def _call(
     out_shape=[shapes[kind] for kind in results],
     compiler_params=triton.CompilerParams(num_warps=warps),
     interpret=form.interpret,
-    name=name.strip('_'),
+    name=name,
   )
   return compiled(*operands)
-
-
-def _ends_kernel(form, growth, marks, inputs, at_last, ends, *growth_of_block):
-  zero = _zero(growth)
-
-  def visit(_, step, total_growth):
-    further = step.growth + step.growth * total_growth
-    return total_growth + further
-
-  end, total_growth = _walk(form, growth, marks, inputs, at_last, zero, visit)
-  _store(ends, end)
-  for ref in growth_of_block:  # else what is not used is not computed
-    _store(ref, total_growth)
-
-
-def _states_kernel(form, growth, marks, inputs, at_last, entering, *results):
-  def visit(number, step, nothing):
-    for states in results:
-      _store(states, step.emitted, number)
-    return nothing
-
-  state = _load(entering)
-  _walk(form, growth, marks, inputs, at_last, state, visit)
-
-
-def _gradient_kernel(
-  form,
-  growth,
-  marks,
-  inputs,
-  at_last,
-  entering,
-  entered,
-  states,
-  adjoint,
-  d_growth,
-):
-  varies = len(d_growth.shape) == 3
-  before_block = _load(entered)
-
-  def read(number):
-    """The state before a step."""
-    last = jnp.maximum(number - 1, 0)
-    before = _load(states, last)
-    select = functools.partial(jnp.where, number == 0)
-    return jax.tree.map(select, before_block, before)
-
-  def visit(number, step, total):
-    _store(adjoint, step.emitted, number)
-    product = _unless_start(step.marks, step.read.conj() * step.emitted)
-    if varies:
-      _store(d_growth, product, number)
-      return total
-    return total + product
-
-  state = _load(entering)
-  _, total = _walk(form, growth, marks, inputs, at_last, state, visit, read)
-  if not varies:
-    _store(d_growth, total)
-
-
-class _Step(NamedTuple):
-  growth: Complex  # the conjugate in an adjoint
-  marks: Array
-  inputs: Complex
-  read: Any  # what the kernel reads besides
-  emitted: Any = None
-
-
-def _walk(
-  form,
-  growth,
-  marks,
-  inputs,
-  at_last,
-  state,
-  visit,
-  read=lambda step: None,
-):
-  """The steps of a block from `state` on -> (the state after them, what `visit` has gathered).
-
-  `visit` takes the number of a step, its `_Step` and what was gathered, at first zero.
-  """
-  count = inputs.shape[0]
-  group = math.gcd(count, _GROUP)
-  groups = count // group
-  varies = growth.shape[0] > 1
-  zero = _zero(growth)
-  added_at_last = _load(at_last)
-
-  def load(number):
-    g = _load(growth, number if varies else 0)
-    if form.adjoint:
-      g = g.conj()
-    mark = marks[number]
-    is_last = mark & _LAST != 0
-    added = added_at_last.map(lambda part: jnp.where(is_last, part, 0))
-    values = added + _load(inputs, number).map(lambda part: part.astype(g.re.dtype))
-    return _Step(g, mark, values, read(number))
-
-  def in_group(index, carried):
-    state, gathered = carried
-    if form.reverse:
-      index = groups - 1 - index
-    numbers = [group * index + n for n in range(group)]
-    if form.reverse:
-      numbers.reverse()
-    steps = [load(number) for number in numbers]
-    for number, step in zip(numbers, steps, strict=True):
-      emitted, state = _step(form, step, state)
-      emitting = step._replace(emitted=emitted)
-      gathered = visit(number, emitting, gathered)
-    return state, gathered
-
-  initial = (state, zero)
-  return lax.fori_loop(0, groups, in_group, initial)
-
-
-def _step(form: _Form, step: _Step, state: Complex) -> tuple[Complex, Complex]:
-  """(what a step emits, the state that it hands on)."""
-  if form.adjoint:
-    added = step.inputs + state
-    decayed = added + step.growth * added
-    return added, _unless_start(step.marks, decayed)
-  kept = _unless_start(step.marks, state)
-  change = step.inputs + step.growth * kept
-  after = kept + change
-  return after, after
-
-
-def _zero(planes: Any) -> Complex:
-  zero = jnp.zeros(planes.shape[-1], planes.dtype)
-  return Complex(zero, zero)
-
-
-def _load(planes: Any, *step: Any) -> Complex:
-  real = planes[*step, 0]
-  imaginary = planes[*step, 1]
-  return Complex(real, imaginary)
-
-
-def _store(planes: Any, z: Complex, *step: Any) -> None:
-  planes[*step, 0] = z.re.astype(planes.dtype)
-  planes[*step, 1] = z.im.astype(planes.dtype)
