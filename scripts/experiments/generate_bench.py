@@ -18,11 +18,11 @@ import statistics
 import time
 from typing import Any
 
-from bench import MODULES
 import jax
 import numpy as np
 
 from valkyrie.config.load import load_gin
+from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.inference.generation import GREEDY
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.models import language_model
@@ -42,10 +42,10 @@ Timed = Callable[[int], float]
 
 
 class Hybrid:
-  """The model of a gin file."""
+  """The model of gin files."""
 
-  def __init__(self, gin_file: str, chunk_size: int):
-    load_gin([gin_file], modules=MODULES)
+  def __init__(self, gin_files: Sequence[str], chunk_size: int):
+    load_gin(gin_files, modules=CONFIGURABLE_MODULES)
     model = language_model.transform(LanguageModel)
     self.reader = Reader(model, chunk_size)
     self.params, _ = jax.jit(model.init, static_argnums=1)(jax.random.key(0), 1)
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--json', type=pathlib.Path, help='write the numbers of our model there')
   flags = parser.parse_args(arguments)
 
-  models: dict[str, Hybrid | Llama] = {'hybrid': Hybrid(flags.gin_file, flags.chunk_size)}
+  models: dict[str, Hybrid | Llama] = {'hybrid': Hybrid([flags.gin_file], flags.chunk_size)}
   if not flags.alone:
     models['llama'] = Llama()
   measured = {(name, n): model.after(n) for n in flags.tokens for name, model in models.items()}

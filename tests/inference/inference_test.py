@@ -4,7 +4,7 @@ import types
 
 import jax
 import jax.numpy as jnp
-from letters import MIXERS, Letters, built, text
+from letters import LONG_MIXERS, MIXERS, Letters, built, has_slots, text
 import numpy as np
 import pytest
 import tiny
@@ -369,16 +369,22 @@ def test_carries_in_files(tmp_path):
     of_run.load_carry(tmp_path / 'long.safetensors')
 
 
-@pytest.mark.parametrize('mixers', sorted({*MIXERS} - {'full'}))
-def test_a_document_is_read_on_from_any_place(mixers, monkeypatch):
+@pytest.mark.parametrize('mixers', ['hybrid', *LONG_MIXERS])
+def test_a_document_is_read_on_from_any_place(mixers, monkeypatch, tmp_path):
   """Of what precedes a change, at most half, or as much as follows it, is read again, or a chunk.
 
-  The result equals a whole reading, bit for bit.
+  The result equals a whole reading, bit for bit. Keys are kept once, unless others replace them.
   """
   loaded, size = built(mixers), 16
   whole = text(150)
   document = loaded.read(whole, keep='log')
   assert [*document.kept] == [16, 32, 64, 80, 112, 128, 144]
+  assert has_slots(document.carry) == (mixers in LONG_MIXERS)
+  for carry in document.kept.values():
+    assert has_slots(carry) == (mixers == 'sliding')
+  documents.save(tmp_path / 'document', document, {})
+  stored = documents.load(tmp_path / 'document', loaded._reader, {})
+  jax.tree.map(np.testing.assert_array_equal, stored, document)
   assert not loaded.read(text(15), keep='log').kept
   jax.tree.map(np.testing.assert_array_equal, tuple(document)[:3], tuple(loaded.read(whole)))
   read, counts = loaded._reader.read, []

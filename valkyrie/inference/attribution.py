@@ -136,7 +136,8 @@ class Attributor:
       _, carry = self._forwards(params, carry, chunk, answer)
       return carry
 
-    read = segments.read(noted, self._reader.fresh(1), chunks, first)
+    longest = self._reader.model.about.max_context
+    read = segments.read(noted, self._reader.fresh(1), chunks, longest, first)
     last_floats, _ = floats_of(read.last)
     gradient = [jnp.zeros_like(leaf) for leaf in last_floats]
     parts: list[np.ndarray] = []  # effects and strengths of the chunks, the last one first

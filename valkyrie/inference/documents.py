@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, write_errors
+from valkyrie.inference import kept_carries
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.storage import owned
 from valkyrie.types import Array, Carry, Params
@@ -33,13 +34,22 @@ class Document(NamedTuple):
   about 2 log2 of their number. To reuse the first p of N tokens, which another document shares, at
   most p / 2 tokens are read again, or N - p and a chunk. The chunks are the same as if the other
   document were read from its start.
+
+  Attributes, besides those of `TextCarry`:
+    tokens: int32 [N].
+    kept: by the number of tokens read, a multiple of the chunk size; see `kept_carries`.
   """
 
   carry: Carry
   position: Array
   hidden: Array
-  tokens: np.ndarray  # int32 [N]
-  kept: Mapping[int, TextCarry]  # by the number of tokens read, a multiple of the chunk size
+  tokens: np.ndarray
+  kept: Mapping[int, TextCarry]
+
+  def after(self, place: int) -> TextCarry:
+    """A copy of the carry after so many tokens, one of those that are kept."""
+    last = TextCarry(self.carry, self.position, self.hidden)
+    return kept_carries.whole(_copy(self.kept[place]), last)
 
 
 AnyCarry = TextCarry | Document
@@ -60,7 +70,8 @@ def read_document(
       if place <= shared:
         kept[place] = carry
   place = max(kept, default=0)
-  carry = _copy(kept[place]) if kept else reader.fresh(1)
+  carry = like.after(place) if like is not None and kept else reader.fresh(1)
+  longest = reader.model.about.max_context
   chunks = len(tokens) // size
   last = chunks * size
   steps = {size << power for power in range(chunks.bit_length())}
@@ -69,7 +80,7 @@ def read_document(
 
   def keep(end: int, carry: TextCarry) -> None:
     if end in marks:
-      kept[end] = _copy(carry)
+      kept[end] = _copy(kept_carries.kept(carry, longest))
 
   unread = tokens[place:]
   carry = reader.read(params, carry, [unread], begin=place, passed=keep)
@@ -79,8 +90,8 @@ def read_document(
     before_mark = [place for place in kept if place <= mark]
     if before_mark:
       nearest.add(max(before_mark))
-  kept_carries = {place: kept[place] for place in sorted(nearest)}
-  return Document(*carry, tokens, kept_carries)
+  by_place = {place: kept[place] for place in sorted(nearest)}
+  return Document(*carry, tokens, by_place)
 
 
 def _shared(tokens: np.ndarray, others: np.ndarray) -> int:
@@ -158,12 +169,13 @@ def _form(reader: Reader, file: TensorFile) -> Any:
   carry: Any = _fresh(reader, rows)
   if 'tokens' not in file.tensors:
     return carry
+  kept_carry = kept_carries.kept(carry, reader.model.about.max_context)
   kept = {}
   for name in file.tensors:
     match = re.match(r'kept\.(\d{1,18})\.', name)
     if match:
       place = int(match[1])
-      kept[place] = carry
+      kept[place] = kept_carry
   shape = file.tensors['tokens'].shape
   tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
   return Document(*carry[:3], tokens=tokens, kept=kept)

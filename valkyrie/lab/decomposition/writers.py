@@ -96,7 +96,8 @@ class Tracer:
     def advance(carry, chunk):
       return self._forwards(params, carry, chunk.tokens, chunk.lengths)
 
-    read = segments.read(advance, self._reader.fresh(1), chunks)
+    longest = self._reader.model.about.max_context
+    read = segments.read(advance, self._reader.fresh(1), chunks, longest)
     last_floats, _ = floats_of(read.last)
     gradient = [jnp.zeros_like(leaf) for leaf in last_floats]
     seed = jnp.ones(())  # only the last chunk has the activation

@@ -37,7 +37,8 @@ _TABLE = 1024  # the places of a table of angles; two tables give all angles
 class DocumentCache(NamedTuple):
   """The last tokens of a row, and the slot int32 [B] of its next token.
 
-  In a model its arrays are stacked over layers. It is `rewinding.Rewindable`.
+  In a model its arrays are stacked over layers. It is `rewinding.Rewindable`, and on one device
+  `kept_carries.TokenSlots`.
   """
 
   slots: OverTime  # of a KVCache
@@ -65,6 +66,23 @@ class DocumentCache(NamedTuple):
 
     slots = jax.tree.map(write, self.slots, replaced.slots)
     return DocumentCache(slots, replaced.following)
+
+  @property
+  def capacity(self) -> int:
+    return self.slots.content.segment_ids.shape[-1]
+
+  def after_first(self, tokens: Array) -> 'DocumentCache':
+    """The cache after the first tokens [B] of the rows, if it has replaced none of them."""
+    slots = self.capacity
+    is_kept = jnp.arange(slots)[None] < tokens[:, None]
+
+    def first(held):
+      others = range(is_kept.ndim, held.ndim - self.following.ndim + 1)
+      by_slot = jnp.expand_dims(is_kept, others)
+      return jnp.where(by_slot, held, jnp.zeros_like(held))
+
+    following = jnp.broadcast_to(tokens % slots, self.following.shape)
+    return DocumentCache(jax.tree.map(first, self.slots), following)
 
 
 def empty_cache(
