@@ -147,6 +147,10 @@ def test_generations_follow_the_settings_of_each(answers):
   assert ask.continuations([(prompts[0], {'max_gen_toks': 12, 'temperature': 2.0})]) != [whole[0]]
   for wrong, message in (
     ({'num_beams': 2}, 'num_beams=2, but there is no beam search'),
+    (
+      {'max_tokens': 9, 'max_new_tokens': 12},
+      'max_new_tokens=12 and max_tokens=9 are limits of the same tokens',
+    ),
     ({'length_penalty': 2}, 'length_penalty is not a setting of'),
     ({'max_new_tokens': -1}, 'max_tokens = -1 is out of range'),
     ({'until': ['']}, 'has an empty string'),

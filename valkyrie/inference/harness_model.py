@@ -236,11 +236,14 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   """The arguments of `LoadedModel.generate`; raises ConfigurationError for an unknown setting."""
   settings = {name: value for name, value in settings.items() if value is not None}
   until = settings.pop('until', ())
-  limits = []
+  limits = {}
   for name in _LIMITS:
     if name in settings:
-      limits.append(settings.pop(name))
-  limits.append(_MAX_TOKENS)
+      limits[name] = settings.pop(name)
+  if len(set(limits.values())) > 1:
+    given = ' and '.join(f'{name}={limit}' for name, limit in limits.items())
+    raise ConfigurationError(f'{given} are limits of the same tokens. Leave only one of them.')
+  max_tokens = next(iter(limits.values()), _MAX_TOKENS)
   # As in the models of the harness, a temperature without do_sample samples.
   has_temperature = settings.get('temperature', 0) > 0
   samples = settings.pop('do_sample', has_temperature)
@@ -258,4 +261,4 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   else:
     settings['temperature'] = 0.0
   sampling = Sampling(**settings)
-  return {'stop': until or (), 'max_tokens': limits[0], 'sampling': sampling}
+  return {'stop': until or (), 'max_tokens': max_tokens, 'sampling': sampling}
