@@ -287,6 +287,18 @@ def inner_qwen(weights, config):
   return result | {'model.visual.one': np.ones(2, np.float32), 'mtp.fc.weight': np.ones((2, 2))}
 
 
+def inner_gemma(weights, config):
+  """As inside of a model with images today."""
+  result = {name.replace('model.', 'model.language_model.'): weights[name] for name in weights}
+  return result | {'model.vision_tower.encoder.layers.0.bias': np.ones(2, np.float32)}
+
+
+def published_gemma(weights, config):
+  """As the published ones of 4B and more."""
+  result = {f'language_model.{name}': weights[name] for name in weights}
+  return result | {'multi_modal_projector.mm_soft_emb_norm.weight': np.ones(2, np.float32)}
+
+
 def other_nemotron(weights, config):
   return {name.replace('backbone.', 'model.'): weights[name] for name in weights}
 
@@ -326,6 +338,46 @@ def test_the_text_inside_of_a_model_with_images_is_read(tmp_path):
   (tmp_path / 'hf/config.json').write_text(json.dumps({**outside, 'surprise': None}))
   with pytest.raises(ConfigurationError, match='surprise: null'):
     open_source(str(tmp_path / 'hf'))
+
+
+@pytest.mark.parametrize('change', [inner_gemma, published_gemma])
+def test_the_text_inside_of_a_gemma_with_images_is_read(tmp_path, change):
+  reference, config = MODELS['gemma']
+  weights = reference.tensors(config)
+  expected = open_source(str(write(tmp_path / 'one', config, weights)))
+  outside = {
+    'model_type': 'gemma3', 'vision_config': {'model_type': 'siglip'}, 'mm_tokens_per_image': 256,
+    'boi_token_index': 255999, 'eoi_token_index': 256000, 'image_token_index': 262144,
+    'tie_word_embeddings': config['tie_word_embeddings'],
+  }  # fmt: skip
+  inside = change(weights, config)
+  found = open_source(str(write(tmp_path / 'hf', {**outside, 'text_config': config}, inside)))
+  assert huggingface.plan(found.config) == huggingface.plan(expected.config)
+  assert len(found.skipped) == 1
+  assert found.tensors.keys() == expected.tensors.keys()
+  for ours, tensor in expected.tensors.items():
+    np.testing.assert_array_equal(found.tensors[ours].whole(), tensor.whole(), strict=True)
+
+
+def test_a_published_gemma_lacks_what_its_class_says(tmp_path):
+  """The configuration of google/gemma-3-4b-it, in the fields that count."""
+  text = {
+    'hidden_size': 2560, 'intermediate_size': 10240, 'model_type': 'gemma3_text',
+    'num_hidden_layers': 34, 'sliding_window': 1024,
+    'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
+  }  # fmt: skip
+  (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'gemma3', 'text_config': text}))
+  bindings = huggingface.plan(huggingface.configuration(tmp_path)).bindings
+  assert bindings['LanguageModel.vocabulary_size'] == 262208
+  assert bindings['LanguageModel.tied']
+  assert bindings['full_attention/FullAttention.heads'] == 8
+  assert bindings['full_attention/FullAttention.max_context'] == 131072
+  assert bindings['sliding_attention/LongformerAttention.window'] == 1023
+  (tmp_path / 'config.json').write_text(
+    json.dumps({'model_type': 'gemma3', 'text_config': {**text, 'model_type': 'gemma2'}})
+  )
+  with pytest.raises(ConfigurationError, match="an object of the model_type 'gemma3_text'"):
+    huggingface.configuration(tmp_path)
 
 
 def test_defaults_are_those_of_the_class(tmp_path):

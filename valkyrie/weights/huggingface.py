@@ -18,7 +18,7 @@ from valkyrie.errors import ConfigurationError, is_there, storage_errors, with_h
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights import name_table
 from valkyrie.weights.classes.gated_deltanet import GatedDeltaNet
-from valkyrie.weights.classes.gemma3 import Gemma3Text
+from valkyrie.weights.classes.gemma3 import Gemma3Text, Gemma3WithImages
 from valkyrie.weights.classes.lfm2 import Lfm2
 from valkyrie.weights.classes.llama import Llama
 from valkyrie.weights.classes.mamba2 import Mamba2
@@ -41,12 +41,13 @@ _HYBRIDS: tuple[ModelClass, ...] = (
   GatedDeltaNet(),
   OlmoHybrid(),
   Qwen35(),
-  Qwen35WithImages(),
   Mamba2(),
   NemotronH(),
   Lfm2(),
 )
-_CLASSES: dict[str, ModelClass] = {one.kind: one for one in (*_DECODERS, *_HYBRIDS)}
+# They are read, and written as the classes of their language models.
+_WITH_IMAGES: tuple[ModelClass, ...] = (Qwen35WithImages(), Gemma3WithImages())
+_CLASSES: dict[str, ModelClass] = {one.kind: one for one in (*_DECODERS, *_HYBRIDS, *_WITH_IMAGES)}
 
 
 def configuration(folder: pathlib.Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""`gemma3_text`: windows and full attention, with norms on both sides (arXiv 2503.19786).
+"""`gemma3_text`, and the language model of `gemma3`, whose tower of images is left out.
+
+Windows and full attention, with norms on both sides (arXiv 2503.19786).
 
 Scores there are divided by sqrt(`query_pre_attn_scalar`), and by sqrt(K) here. The scale of the
 norm of queries holds the factor between them.
@@ -13,7 +15,7 @@ from typing import Any
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.weights import config_fields
-from valkyrie.weights.classes import decoder, parts, rope
+from valkyrie.weights.classes import decoder, parts, rope, with_images
 from valkyrie.weights.classes.hybrid import Hybrid, layer_types, shared_bindings
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts, fields_of
@@ -33,6 +35,13 @@ _MIXERS = {_SLIDING: 'LongformerAttention', _FULL: 'FullAttention'}
 _BASES = {_SLIDING: ('rope_local_base_freq', 1e4), _FULL: ('rope_theta', 1e6)}
 _ROTARY = Fields({_SLIDING: dict, _FULL: dict}, nullable=(_SLIDING, _FULL))
 _LAYER = 'model.layers.#.'
+# Of a model with images: what changes nothing in texts, what such a file may lack, other tensors.
+_OF_IMAGES = (
+  'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index',
+  'image_token_index', 'image_token_id', 'boi_token_id', 'eoi_token_id',
+)  # fmt: skip
+_LACKED = {'vocab_size': 262_208, 'num_attention_heads': 8, 'max_position_embeddings': 131_072}
+_TOWER = r'(model\.)?(vision_tower|multi_modal_projector)\..*'
 
 
 class Gemma3Text(Hybrid):
@@ -151,6 +160,22 @@ class Gemma3Text(Hybrid):
     if 'window' in attention:
       fields['sliding_window'] = attention['window'] + 1
     return fields
+
+
+class Gemma3WithImages(Gemma3Text):
+  """The language model inside of a model that also reads images."""
+
+  kind = 'gemma3'
+  a_model = 'a gemma3'
+
+  def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    config = with_images.text_config(
+      file, found, Gemma3Text(), no_effect=_OF_IMAGES, tied=True, defaults=_LACKED
+    )
+    return {**config, 'model_type': self.kind}
+
+  def names(self, config: Mapping[str, Any]) -> Names:
+    return with_images.spelled(super().names(config), skipped=(_TOWER,))
 
 
 def _norm(ours: str, theirs: str, form: Form = CENTRED) -> Entry:

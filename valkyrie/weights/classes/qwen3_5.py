@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.weights import config_fields
-from valkyrie.weights.classes import decoder, parts, rope
+from valkyrie.weights.classes import decoder, parts, rope, with_images
 from valkyrie.weights.classes.hybrid import Hybrid, delta_bindings, layer_types, shared_bindings
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts
@@ -27,8 +26,7 @@ _ROTARY = Fields(
   required={'rope_type': ('default',), 'type': ('default', 'mrope')},
   no_effect=_NO_EFFECT,
 )
-# Two spellings: with a tower of images, the language model is inside.
-_PREFIXES = ('model.', 'model.language_model.')
+_LAYER = 'model.layers.#.'
 _LINEAR = 'linear_attn.'
 _GDN = 'layers.#.gated_delta_net.'
 
@@ -103,24 +101,23 @@ class Qwen35(Hybrid):
   def names(self, config: Mapping[str, Any]) -> Names:
     config = {**self.defaults, **config}
     both = [
-      _entry('layers.#.mixer_norm.scale', CENTRED, 'layers.#.input_layernorm.weight'),
-      _entry('layers.#.mlp_norm.scale', CENTRED, 'layers.#.post_attention_layernorm.weight'),
-      _entry('layers.#.mlp.gate', MATRIX, 'layers.#.mlp.gate_proj.weight'),
-      _entry('layers.#.mlp.hidden', MATRIX, 'layers.#.mlp.up_proj.weight'),
-      _entry('layers.#.mlp.out', MATRIX, 'layers.#.mlp.down_proj.weight'),
+      _entry('layers.#.mixer_norm.scale', CENTRED, 'input_layernorm.weight'),
+      _entry('layers.#.mlp_norm.scale', CENTRED, 'post_attention_layernorm.weight'),
+      *decoder.MLP,
     ]
     kinds = {
       'linear_attention': [*both, *_linear_names(config)],
       'full_attention': [*both, *_attention_names(config)],
     }
     tables = [
-      _entry('embedding', SAME, 'embed_tokens.weight'),
-      _entry('final_norm.scale', CENTRED, 'norm.weight'),
+      entry('embedding', SAME, 'model.embed_tokens.weight'),
+      entry('final_norm.scale', CENTRED, 'model.norm.weight'),
       entry('unembedding', SAME, 'lm_head.weight'),
     ]
     layers = _layers(config)
     used = parts.used(kinds, layers)
-    return Names(tables, used, layers, skipped=(r'model\.visual\..*', r'mtp\..*'))
+    names = Names(tables, used, layers)
+    return with_images.spelled(names, skipped=(r'model\.visual\..*', r'mtp\..*'))
 
   def _fields_of(self, facts: Facts) -> dict[str, Any] | str:
     delta = facts.first('GatedDeltaNet')
@@ -161,29 +158,22 @@ class Qwen35WithImages(Qwen35):
   """The language model inside of a model that also reads images."""
 
   kind = 'qwen3_5'
-  mixer = ''  # it is read, and written as `qwen3_5_text`
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
-    text = found.get('text_config')
-    if not isinstance(text, dict) or text.get('model_type', Qwen35.kind) != Qwen35.kind:
-      raise ConfigurationError(
-        f'{file} has text_config: {text!r:.80}, but an object of the model_type {Qwen35.kind!r} '
-        f'was expected. {FETCH}'
-      )
-    outside = {name: value for name, value in found.items() if name != 'text_config'}
-    config_fields.check(file, outside, Fields({'tie_word_embeddings': bool}, no_effect=(
-      'vision_config', 'language_model_only')))  # fmt: skip
-    config = super().checked(file, text)
-    # The outer field counts: the tables are outside.
-    config['tie_word_embeddings'] = outside.get('tie_word_embeddings', False)
-    for name in ('bos_token_id', 'eos_token_id'):
-      config.setdefault(name, outside.get(name))
+    config = with_images.text_config(
+      file,
+      found,
+      Qwen35(),
+      no_effect=('vision_config', 'language_model_only'),
+      tied=False,
+      defaults={},
+    )
     return {**config, 'model_type': self.kind}
 
 
 def _entry(ours: str, form: Any, theirs: str) -> Entry:
-  """An entry with both spellings of a name."""
-  return entry(ours, form, *(prefix + theirs for prefix in _PREFIXES))
+  """The entry of a tensor of a layer."""
+  return entry(ours, form, f'{_LAYER}{theirs}')
 
 
 def _share(config: Mapping[str, Any]) -> float:
@@ -209,26 +199,22 @@ def _layers(config: Mapping[str, Any]) -> Sequence[str]:
 def _linear_names(config: Mapping[str, Any]) -> list[Entry]:
   keys = config['linear_num_key_heads'] * config['linear_key_head_dim']
   values = config['linear_num_value_heads'] * config['linear_value_head_dim']
-  prefix = f'layers.#.{_LINEAR}'
   names = [
-    _entry(f'{_GDN}gate', MATRIX, f'{prefix}in_proj_z.weight'),
-    _entry(f'{_GDN}step', MATRIX, f'{prefix}in_proj_a.weight'),
-    _entry(f'{_GDN}beta', MATRIX, f'{prefix}in_proj_b.weight'),
-    _entry(f'{_GDN}out', MATRIX, f'{prefix}out_proj.weight'),
-    _entry(f'{_GDN}log_rate', SAME, f'{prefix}A_log'),
-    _entry(f'{_GDN}step_bias', SAME, f'{prefix}dt_bias'),
-    _entry(f'{_GDN}norm.scale', SAME, f'{prefix}norm.weight'),
-    _entry(f'{_GDN}causal_convolution.filters', parts.FILTERS, f'{prefix}conv1d.weight'),
+    _entry(f'{_GDN}gate', MATRIX, f'{_LINEAR}in_proj_z.weight'),
+    _entry(f'{_GDN}step', MATRIX, f'{_LINEAR}in_proj_a.weight'),
+    _entry(f'{_GDN}beta', MATRIX, f'{_LINEAR}in_proj_b.weight'),
+    _entry(f'{_GDN}out', MATRIX, f'{_LINEAR}out_proj.weight'),
+    _entry(f'{_GDN}log_rate', SAME, f'{_LINEAR}A_log'),
+    _entry(f'{_GDN}step_bias', SAME, f'{_LINEAR}dt_bias'),
+    _entry(f'{_GDN}norm.scale', SAME, f'{_LINEAR}norm.weight'),
+    _entry(f'{_GDN}causal_convolution.filters', parts.FILTERS, f'{_LINEAR}conv1d.weight'),
   ]
   # The rows of one tensor, one kind after the other.
   widths = {'query': keys, 'key': keys, 'value': values}
   begin = 0
   for ours, width in widths.items():
-    spellings = []
-    for spelling in _PREFIXES:
-      piece = parts.rows(f'{spelling}{prefix}in_proj_qkv.weight', begin, width)
-      spellings.append([piece])
-    names.append(Entry(f'{_GDN}{ours}', MATRIX, spellings))
+    piece = parts.rows(f'{_LAYER}{_LINEAR}in_proj_qkv.weight', begin, width)
+    names.append(Entry(f'{_GDN}{ours}', MATRIX, [[piece]]))
     begin += width
   return names
 
@@ -237,23 +223,19 @@ def _attention_names(config: Mapping[str, Any]) -> list[Entry]:
   """Each head has its rows of queries, and after them those of its gate."""
   width = config['head_dim']
   heads = range(config['num_attention_heads'])
-  prefix = 'layers.#.self_attn.'
   ours = 'layers.#.attention.'
   names = [
-    _entry(f'{ours}key', MATRIX, f'{prefix}k_proj.weight'),
-    _entry(f'{ours}value', MATRIX, f'{prefix}v_proj.weight'),
-    _entry(f'{ours}out', MATRIX, f'{prefix}o_proj.weight'),
-    _entry(f'{ours}query_norm.scale', CENTRED, f'{prefix}q_norm.weight'),
-    _entry(f'{ours}key_norm.scale', CENTRED, f'{prefix}k_norm.weight'),
+    _entry(f'{ours}key', MATRIX, 'self_attn.k_proj.weight'),
+    _entry(f'{ours}value', MATRIX, 'self_attn.v_proj.weight'),
+    _entry(f'{ours}out', MATRIX, 'self_attn.o_proj.weight'),
+    _entry(f'{ours}query_norm.scale', CENTRED, 'self_attn.q_norm.weight'),
+    _entry(f'{ours}key_norm.scale', CENTRED, 'self_attn.k_norm.weight'),
   ]
   for name, offset in (('query', 0), ('gate', width)):
     ranges = []
     for head in heads:
       begin = 2 * head * width + offset
       ranges.append((begin, begin + width))
-    spellings = []
-    for spelling in _PREFIXES:
-      piece = Piece(f'{spelling}{prefix}q_proj.weight', ranges)
-      spellings.append([piece])
-    names.append(Entry(f'{ours}{name}', MATRIX, spellings))
+    piece = Piece(f'{_LAYER}self_attn.q_proj.weight', ranges)
+    names.append(Entry(f'{ours}{name}', MATRIX, [[piece]]))
   return names
