@@ -240,10 +240,10 @@ def _generation(settings: dict[str, Any]) -> dict[str, Any]:
   for name in _LIMITS:
     if name in settings:
       limits[name] = settings.pop(name)
-  if len(set(limits.values())) > 1:
+  max_tokens = next(iter(limits.values()), _MAX_TOKENS)
+  if any(limit != max_tokens for limit in limits.values()):
     given = ' and '.join(f'{name}={limit}' for name, limit in limits.items())
     raise ConfigurationError(f'{given} are limits of the same tokens. Leave only one of them.')
-  max_tokens = next(iter(limits.values()), _MAX_TOKENS)
   # As in the models of the harness, a temperature without do_sample samples.
   has_temperature = settings.get('temperature', 0) > 0
   samples = settings.pop('do_sample', has_temperature)
