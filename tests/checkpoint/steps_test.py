@@ -53,7 +53,7 @@ def present(run, folder='checkpoints'):
   return sorted(path.name for path in (run / folder).iterdir())
 
 
-def saved(run):
+def steps_in(run):
   """The steps. What a save that fails leaves, since a thread of Orbax writes on, goes later."""
   return [name for name in present(run) if name.isdecimal()]
 
@@ -471,7 +471,7 @@ def test_a_save_on_a_full_disk_fails_leaves_no_files_and_the_next_save_succeeds(
       while checkpoints.latest_step() == 1:
         checkpoints.check()
     assert os.strerror(errno.ENOSPC) in str(failure.value)
-    assert saved(small_disk / 'run') == ['1']
+    assert steps_in(small_disk / 'run') == ['1']
     assert checkpoints.latest_step() == 1
     checkpoints.save(2, small, {})
     checkpoints.wait()
@@ -639,7 +639,7 @@ def test_on_a_full_disk_the_step_that_is_replaced_makes_room(small_disk):
     fill(small_disk, left=8192)
     checkpoints.save(3, state, {})
     checkpoints.wait()
-    assert saved(run) == ['1', '2'] and checkpoints.latest_step() == 2
+    assert steps_in(run) == ['1', '2'] and checkpoints.latest_step() == 2
     checkpoints.save_now(4, state, {}, patiently=False)
     assert present(run) == ['2', '4']
   assert any('are deleted before it is written' in line for line in said)
