@@ -548,6 +548,34 @@ def test_the_end_of_a_run_tries_again_until_its_patience_ends(tmp_path, failing)
     checkpoints.save(6, {'w': jnp.ones(3)}, {})
 
 
+@pytest.mark.parametrize('following', [4, 5])
+def test_what_orbax_writes_after_the_deletion_of_a_step_goes_too(tmp_path, monkeypatch, following):
+  """A thread of its own may write on after a save has failed; it makes the folder again."""
+  discard, said = steps.DiskSteps.discard, []
+
+  def written_on(self, step):
+    discard(self, step)
+    assert not self.unfinished(step).exists()
+    late = self.unfinished(step) / 'state.orbax-checkpoint-tmp' / 'd'
+    late.mkdir(parents=True)
+    (late / 'array').write_bytes(b'late')
+
+  def fail(*arguments):
+    raise OSError(errno.EIO, 'a broken disk')
+
+  with Checkpoints(patience=60.0).open(tmp_path, say=said.append) as checkpoints:
+    with monkeypatch.context() as patch:
+      patch.setattr(steps.DiskSteps, 'discard', written_on)
+      patch.setattr(steps, 'write_manifest', fail)
+      checkpoints.save(4, weights(4), {})
+      checkpoints.wait()
+    assert present(tmp_path) != []
+    checkpoints.save(following, weights(following), {})
+    checkpoints.wait()
+    assert present(tmp_path) == [str(following)]
+  assert not any('which this program has not made' in line for line in said)
+
+
 def test_a_save_that_fails_after_its_rename_is_made_again(tmp_path, monkeypatch):
   left, sync = [2], steps.sync
 

@@ -44,6 +44,7 @@ class DiskSteps:
     path = with_home(os.fspath(model_dir))
     self._root = pathlib.Path(os.path.abspath(path))
     self.place = self._root / FOLDER  # also for messages
+    self._begun: set[pathlib.Path] = set()  # folders of steps that this process did not finish
 
   def find(self) -> list[int]:
     """The steps in order, valid or damaged; raises StorageError if one is a symbolic link."""
@@ -115,9 +116,13 @@ class DiskSteps:
   def begin(self, step: int) -> None:
     """Creates the folder of an unfinished step, with nothing but a mark."""
     place = self.unfinished(step)
-    self._put_away(place, step)  # what `discard` could not delete
+    if os.path.lexists(place):  # left by a save of this step that has failed
+      with contextlib.suppress(OSError):
+        self._delete(place, step)
+    self._put_away(place, step)
     place.mkdir()
     owned.mark(place)
+    self._begun.add(place)
 
   def finish(self, step: int, record: bytes) -> None:
     """Flushes the run's JSON lines, adds record and manifest to a step, and makes it valid."""
@@ -130,6 +135,7 @@ class DiskSteps:
         if lines.is_file():
           sync(lines)
     write_manifest(place, step)
+    self._begun.discard(place)
     owned.remove_mark(place)
     if self.is_saved(step):
       self._put_away(self.path(step), step)  # a save has failed after its rename
@@ -182,6 +188,7 @@ class DiskSteps:
 
   def _delete(self, place: pathlib.Path, step: int) -> list[str]:
     """Deletes the files of a step that this program has made; returns the others."""
+    self._mark_again(place)
     # The mark has the folder's first name: a folder that was put away has only its manifest.
     if owned.delete_marked(place):
       return []
@@ -193,6 +200,15 @@ class DiskSteps:
     if not place.is_dir():
       return []
     return DiskFiles(place).names()
+
+  def _mark_again(self, place: pathlib.Path) -> None:
+    """Marks a folder that this process has made and deleted, if it is there again.
+
+    After a save that has failed, a thread of Orbax may write on, and make the folder for it.
+    """
+    is_folder = place.is_dir() and not place.is_symlink()
+    if place in self._begun and is_folder and not os.path.lexists(place / owned.MARK):
+      owned.mark(place)
 
   def others(self) -> list[str]:
     """The names beside the steps that no save and no deletion of this version has made."""
