@@ -1,8 +1,8 @@
 """A long document that is kept and changed, as in document_bench, by a llama-server of llama.cpp.
 
-Reads a document of random tokens, changes it so many tokens before its end and reads it on, writes
-the server's slot to a file, and asks to start the server again. With --restore, it reads the file
-and then the same document, in the new process.
+Reads a document of random tokens, changes it so many tokens before its end and reads it on, and
+writes the server's slot to a file. With --restore, after a new start of the server, it opens that
+file and reads the same document.
 
     llama-server -m QWEN3.5-0.8B.gguf -c 16384 -np 1 -t 1 -ctk f32 -ctv f32 --slot-save-path .
     bash scripts/experiment document_llama_cpp --tokens 14906
