@@ -18,7 +18,7 @@ MIXERS = {
 }
 
 
-# Of long texts: every key has a slot of its own, or the last ones have.
+# For long texts: every key has a slot of its own, or the last ones have.
 LONG_MIXERS = {
   'long': (tiny.s5, functools.partial(full, max_context=192)),
   'sliding': (tiny.s5, functools.partial(full, max_context=40, slides=True)),

@@ -116,10 +116,8 @@ class DiskSteps:
   def begin(self, step: int) -> None:
     """Creates the folder of an unfinished step, with nothing but a mark."""
     place = self.unfinished(step)
-    if os.path.lexists(place):  # left by a save of this step that has failed
-      with contextlib.suppress(OSError):
-        self._delete(place, step)
-    self._put_away(place, step)
+    self.discard(step)  # what a save that has failed wrote after its deletion
+    self._put_away(place, step)  # what `discard` could not delete
     place.mkdir()
     owned.mark(place)
     self._begun.add(place)

@@ -48,8 +48,7 @@ class Document(NamedTuple):
 
   def after(self, place: int) -> TextCarry:
     """A copy of the carry after so many tokens, one of those that are kept."""
-    last = TextCarry(self.carry, self.position, self.hidden)
-    return kept_carries.whole(_copy(self.kept[place]), last)
+    return kept_carries.whole(_copy(self.kept[place]), TextCarry(*self[:3]))
 
 
 AnyCarry = TextCarry | Document

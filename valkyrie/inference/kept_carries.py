@@ -42,7 +42,7 @@ def kept(carry: TextCarry, longest: int | None) -> TextCarry:
 
 
 def whole(kept: TextCarry, last: TextCarry) -> TextCarry:
-  """The carry of which this was kept, bit for bit; `last` is the carry after the text."""
+  """The carry that this was kept from, bit for bit; `last` is the carry after the text."""
 
   def of_part(part, kept_part):
     if _has_slots(part) and kept_part == ():

@@ -35,7 +35,7 @@ _MIXERS = {_SLIDING: 'LongformerAttention', _FULL: 'FullAttention'}
 _BASES = {_SLIDING: ('rope_local_base_freq', 1e4), _FULL: ('rope_theta', 1e6)}
 _ROTARY = Fields({_SLIDING: dict, _FULL: dict}, nullable=(_SLIDING, _FULL))
 _LAYER = 'model.layers.#.'
-# Of a model with images: what changes nothing in texts, what such a file may lack, other tensors.
+# A file with images: what changes nothing in texts, what it may lack, and its other tensors.
 _OF_IMAGES = (
   'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index',
   'image_token_index', 'image_token_id', 'boi_token_id', 'eoi_token_id',
