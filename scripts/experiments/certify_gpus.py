@@ -28,7 +28,7 @@ _QWEN = '--gin_file=scripts/experiments/qwen3_5_2b.gin'
 _ONE = '--gin_file=gin/partition/single.gin'
 _SPLIT = '--gin_file=gin/partition/context_fsdp.gin'
 _QUARTER = '--gin.FullAttention.max_context=262144'
-_WHOLE = ("--gin.FullAttention.kernels='prefer'", '--gin.FullAttention.slice_size=2048')
+_WHOLE = "--gin.FullAttention.kernels='prefer'"
 _NARROW = "--gin.LanguageModel.parameter_dtype='bfloat16'"
 
 
@@ -80,11 +80,9 @@ TABLE = certify.Table(
       backprop_chunks=40,
     ),
     certify.run('v5p_64_8b', '8xh100:8', _KERNELS),
-    qwen('h100:8', _SPLIT, _QUARTER, *_WHOLE, chunks=4, backprop_chunks=4),
-    qwen('h100:8', _SPLIT, *_WHOLE),
-    qwen(
-      'h100:1', _ONE, _QUARTER, *_WHOLE, _NARROW, chunk_size=8192, chunks=32, backprop_chunks=32
-    ),
+    qwen('h100:8', _SPLIT, _QUARTER, _WHOLE, chunks=4, backprop_chunks=4),
+    qwen('h100:8', _SPLIT, _WHOLE),
+    qwen('h100:1', _ONE, _QUARTER, _WHOLE, _NARROW, chunk_size=8192, chunks=32, backprop_chunks=32),
   ),
 )
 

@@ -37,6 +37,7 @@ def float64():
 def few_logits(monkeypatch):
   """Blocks of at most 5 keys; the last one is not full."""
   monkeypatch.setattr(slices, 'LOGITS_AT_ONCE', 5 * 4 * HEADS * len(ROWS))
+  monkeypatch.setattr(cudnn, 'PAIRS_AT_ONCE', 5 * 5 * len(ROWS))
 
 
 @pytest.fixture(params=['plain', 'kernel'])
@@ -45,6 +46,8 @@ def by_kernel(request, monkeypatch):
 
   def logits_of(q, k, seen):
     scores = jnp.einsum('rhsk,rhnk->rhsn', q, jnp.repeat(k, HEADS // KV_HEADS, axis=1))
+    if seen is None:
+      return scores
     return scores + jnp.where(seen, 0, softmax.MASKED)[:, None]
 
   def forward(q, k, v, seen):
@@ -113,6 +116,50 @@ def test_equals_the_definition_however_it_is_cut(cuts, by_kernel):
   arrays, segments = problem()
   out, _ = read(arrays, segments, cuts, by_kernel=by_kernel)
   np.testing.assert_allclose(out, definition(arrays, segments), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('documents', [(20,), (10, 10), (7, 13)])
+def test_a_kernel_gets_no_mask_for_keys_that_all_its_queries_see(documents, monkeypatch):
+  """Blocks of 5 keys and slices of 5 queries. Here, what is read without a mask is NaN."""
+  monkeypatch.setattr(blocks, 'LANES', 5)
+  monkeypatch.setattr(cudnn, 'PAIRS_AT_ONCE', 5 * 5)
+
+  def forward(q, k, v, seen):
+    value = 0.0 if seen is not None else jnp.nan
+    return jnp.full(q.shape, value), jnp.full(q.shape[:-1], value)
+
+  monkeypatch.setattr(cudnn, 'forward', forward)
+  segments = np.repeat(np.arange(len(documents)) + 1, documents)
+  tokens = np.ones((1, segments.size, HEADS, WIDTH))
+  keys = KVCache(tokens[:, :, :KV_HEADS], tokens[:, :, :KV_HEADS], segments[None])
+  form = blocks.Form(LONGEST, 5, by_kernel=True)
+  out, _ = document_cache.attend(form, Rotary(), tokens, keys, ())
+  by_slice = segments.reshape(-1, 5)
+  for number, queries in enumerate(by_slice):
+    before = by_slice[:number]
+    whole = [np.all(block[:, None] == queries) for block in before]
+    rows = slice(5 * number, 5 * number + 5)
+    assert np.isnan(out[0, rows]).all() == any(whole)
+
+
+def test_a_certificate_counts_every_block_as_one_without_a_mask(monkeypatch):
+  monkeypatch.setattr(blocks, 'LANES', 5)
+  monkeypatch.setattr(cudnn, 'PAIRS_AT_ONCE', 5 * 5)
+
+  def forward(q, k, v, seen):
+    logits = jnp.einsum('rhsk,rhnk->rhsn', q, k)
+    if seen is not None:
+      logits += jnp.einsum('rsn,rhsm->rhmn', seen.astype(q.dtype), logits)
+    return jnp.einsum('rhsn,rhnk->rhsk', logits, v), logits[..., 0]
+
+  monkeypatch.setattr(cudnn, 'forward', forward)
+  form = blocks.Form(LONGEST, 5, by_kernel=True)
+  tokens = jnp.ones((1, 20, HEADS, WIDTH))
+  keys = KVCache(tokens, tokens, jnp.ones((1, 20), jnp.int32))
+  read = jax.jit(functools.partial(document_cache.attend, form, Rotary()))
+  program = hlo.parse(read.lower(tokens, keys, ()).compile().as_text() or '')
+  flops = sum(one.flops * one.times for one in work.list_work(program))
+  assert flops == 2 * 2 * 20 * 20 * HEADS * WIDTH
 
 
 @pytest.mark.usefixtures('few_logits')

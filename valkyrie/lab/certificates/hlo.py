@@ -231,7 +231,7 @@ def transfers(module: Module, read: Callable[[Instruction], _Transfer | None]) -
     if instruction.opcode == 'conditional':
       names = ('branch_computations', 'true_computation', 'false_computation')
       branches = map(in_computation, instruction.called(*names))
-      choose = max if LARGER_BRANCH in instruction.op_name else min
+      choose = max if instruction.op_name.endswith(_LARGER) else min
       yield from choose(branches, key=total)
       return
     transfer = read(instruction)
@@ -267,6 +267,7 @@ _OPERATIONS = {
   **{name: getattr(operator, name.lower()) for name in ('LT', 'LE', 'GT', 'GE', 'NE')},
 }
 _MOST_TRIPS = 10**6
+_LARGER = f'{LARGER_BRANCH}/cond'
 
 
 def trip_count(loop: Instruction) -> int | None:

@@ -7,6 +7,7 @@ documents, and a cache that is still empty, are cheap.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ LARGER_BRANCH = 'larger_branch'
 class Form(NamedTuple):
   """A query sees a key of its document that is `reach` - 1 tokens or less before it.
 
-  S = `slice_size` queries are read at once, by cuDNN's kernel if `by_kernel`.
+  S = `slice_size` queries are read at once, or as many as suit cuDNN's kernel if `by_kernel`.
   """
 
   reach: int
@@ -201,30 +202,38 @@ def _draws(dropout: Dropout | None, one: _Slice, block: _Block) -> Dropout | Non
   return of_slice.of(block.number)
 
 
-def _slice_size(form: Form, q: Array) -> int:
-  return min(form.slice_size, q.shape[1])
+def _sizes(form: Form, q: Array, total: int) -> tuple[int, int]:
+  """(queries of a slice, keys of a block) of so many keys."""
+  batch, time, heads, _ = q.shape
+  if not form.by_kernel:
+    queries = min(form.slice_size, time)
+    at_once = slices.LOGITS_AT_ONCE // (batch * queries * heads)
+    return queries, _size(total, at_once)
+  # A kernel writes no logits, but for each block it reads a mask, all queries, and their results so
+  # far: squares need the fewest bytes.
+  pairs = cudnn.PAIRS_AT_ONCE // batch
+  queries = _size(time, math.isqrt(pairs), LANES)
+  return queries, _size(total, pairs // queries, LANES)
+
+
+def _size(total: int, most: int, multiple: int = 1) -> int:
+  """The size of the fewest equal parts of `most` or less, rounded up to a multiple."""
+  count = -(-total // max(1, most))
+  size = -(-total // count)
+  return -(-size // multiple) * multiple
 
 
 def _blocks_of(form: Form, q: Array, keys: Keys) -> _Block:
-  batch, _, heads, _ = q.shape
-  # A kernel writes no logits of heads, but reads a mask.
-  masks = batch * _slice_size(form, q)
-  logits = masks * heads
-  at_once = slices.LOGITS_AT_ONCE // (masks if form.by_kernel else logits)
-  most = max(1, at_once)
   total = keys.k.shape[1]
-  count = -(-total // most)
-  size = -(-total // count)
-  if form.by_kernel:
-    size = -(-size // LANES) * LANES
-    count = -(-total // size)
+  _, size = _sizes(form, q, total)
+  count = -(-total // size)
   k, v, marks = jax.tree.map(lambda x: slices.cut(x, size), keys)
   by_head = (jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3))
   return _Block(jnp.arange(count), *by_head, marks)
 
 
 def _slices_of(form: Form, q: Array, keys: Keys, queries: Marks) -> _Slice:
-  size = _slice_size(form, q)
+  size, _ = _sizes(form, q, keys.k.shape[1])
   marks = jax.tree.map(lambda x: slices.cut(x, size), queries)
   numbers = jnp.arange(len(marks.places))
   return _Slice(numbers, _grouped(form, q, keys), marks)
@@ -232,8 +241,10 @@ def _slices_of(form: Form, q: Array, keys: Keys, queries: Marks) -> _Slice:
 
 def _grouped(form: Form, x: Array, keys: Keys) -> Array:
   """[B, T, H, ...] -> slices [N, B, J, H/J · S, ...]."""
-  group = functools.partial(softmax.group_queries, kv_heads=keys.k.shape[2])
-  by_slice = slices.cut(x, _slice_size(form, x))
+  _, total, kv_heads, _ = keys.k.shape
+  group = functools.partial(softmax.group_queries, kv_heads=kv_heads)
+  size, _ = _sizes(form, x, total)
+  by_slice = slices.cut(x, size)
   return jax.vmap(group)(by_slice)
 
 

@@ -1,12 +1,15 @@
 """Softmax attention under any mask by cuDNN's kernel, for NVIDIA GPUs, in bfloat16 and float16.
 
-Its logits stay out of memory. The mask goes in as a bias, once for all heads.
+Its logits stay out of memory. A mask goes in as a bias, once for all heads, which each head reads;
+where every query sees every key, as most keys of a long document are seen, there is none.
 """
 
+from collections.abc import Callable
 import importlib
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.models.attention.softmax import MASKED, Part
@@ -14,10 +17,14 @@ from valkyrie.models.precision import wide
 from valkyrie.types import Array
 
 SCOPE = 'cudnn'  # its name tells `certificates.work` what is computed
+# The pairs of queries and keys of a mask, which are 128 MiB as a bias.
+PAIRS_AT_ONCE = 2**26
 
 
-def forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, seen: Array | None) -> tuple[Array, Array]:
   """Queries [R, H, S, K], keys and values [R, J, N, K] and a mask [R, S, N], without a gradient.
+
+  Without a mask, every query sees every key.
 
   Returns:
     (out [R, H, S, K], the logarithm of the softmax's denominator [R, H, S]).
@@ -31,7 +38,7 @@ def backward(
   q: Array,
   k: Array,
   v: Array,
-  seen: Array,
+  seen: Array | None,
   out: Array,
   log_total: Array,
   gradient: Array,
@@ -47,8 +54,11 @@ def attend(parts: tuple[Part, ...], dropout: None = None) -> tuple[Array, Array]
   del dropout
   (part,) = parts
   dtype = wide(part.q.dtype)
-  with jax.named_scope(SCOPE):
-    out, log_total = forward(_by_head(part.q, part), part.k, part.v, part.mask)
+
+  def read(seen):
+    return forward(_by_head(part.q, part), part.k, part.v, seen)
+
+  out, log_total = _masked_if_needed(read, part.mask)
   by_group = (*part.q.shape[:-1], -1)
   return out.reshape(by_group).astype(dtype), log_total.reshape(by_group).astype(dtype)
 
@@ -65,17 +75,26 @@ def attend_backward(residuals: Any, gradients: Any) -> tuple[tuple[Part, ...], N
   moved = out - share * gradient
   # A query that sees no key has the logarithm of masked logits, and would give them weights.
   log_total = jnp.where(log_total > MASKED / 2, log_total, 0)
-  with jax.named_scope(SCOPE):
-    d_q, d_k, d_v = backward(
+
+  def read(seen):
+    return backward(
       _by_head(part.q, part),
       part.k,
       part.v,
-      part.mask,
+      seen,
       _by_head(moved, part),
       _by_head(log_total, part)[..., 0],
       _by_head(gradient, part),
     )
+
+  d_q, d_k, d_v = _masked_if_needed(read, part.mask)
   return (Part(d_q.reshape(part.q.shape), d_k, d_v, None),), None
+
+
+def _masked_if_needed(read: Callable[[Array | None], Any], seen: Array) -> Any:
+  """`read` of a mask, or of None where it masks nothing."""
+  with jax.named_scope(SCOPE):
+    return lax.cond(jnp.all(seen), lambda: read(None), lambda: read(seen))
 
 
 def _by_head(x: Array, part: Part) -> Array:
@@ -95,15 +114,18 @@ def _call(
   q: Array,
   k: Array,
   v: Array,
-  seen: Array,
+  seen: Array | None,
   *more: Array,
   **options: Any,
 ):
   """Binds a primitive as `jax.nn.dot_product_attention` does."""
   cudnn = _cudnn()
-  bias = jnp.where(seen, 0, MASKED)
-  bias = bias.astype(q.dtype)[:, None]
-  unused = 6 * [jnp.zeros(0, q.dtype)]
+  none = jnp.zeros(0, q.dtype)
+  bias = none
+  if seen is not None:
+    bias = jnp.where(seen, 0, MASKED)
+    bias = bias.astype(q.dtype)[:, None]
+  unused = 6 * [none]
   return primitive.bind(
     q,
     k,
@@ -114,7 +136,7 @@ def _call(
     scale=1.0,
     seed=0,
     dropout_rate=0.0,
-    variadic_args=(True, False),  # the bias has no gradient
+    variadic_args=(seen is not None, False),  # whether there is a bias; it has no gradient
     mask_type=cudnn.MaskType.NO_MASK,
     layout=cudnn.AttentionLayout.BNTH.value,
     sliding_window_length=None,
