@@ -19,7 +19,7 @@ from valkyrie import main
 from valkyrie.config.load import load_gin
 from valkyrie.errors import ConfigurationError, Disagreement
 from valkyrie.models import kernel_choice
-from valkyrie.models.attention import kv_cache, sliding_window
+from valkyrie.models.attention import cudnn, kv_cache, sliding_window
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
@@ -195,12 +195,55 @@ def test_a_run_uses_a_kernel_only_where_it_agrees(tmp_path):
 
 
 def test_a_kernel_that_computes_no_number_does_not_agree(tmp_path, monkeypatch):
-  def results(make, shape, dtype, options):
-    return [jnp.array([np.nan if options.kernel_lengths else 1.0])]
+  def results(make, shape, dtype, options, in_one_document):
+    is_nan = in_one_document if options.kernel_lengths else False
+    return [jnp.where(is_nan, jnp.nan, 1.0)[None]]
 
   monkeypatch.setattr(kernel_choice, 'results', results)
   with pytest.raises(Disagreement, match='nan of the norm from the plain form'):
     agreeing_lengths(setup(tmp_path, 'interpret'), str)
+
+
+@pytest.mark.parametrize('is_masked', [False, True])
+def test_only_a_mask_becomes_a_bias_of_cudnn(is_masked, monkeypatch):
+  called = []
+  module = importlib.import_module('jax._src.cudnn.fused_attention_stablehlo')
+
+  def bind(q, k, v, bias, *others, variadic_args, **options):
+    called.append((bias.shape, variadic_args))
+    return q, q[..., 0]
+
+  primitive = types.SimpleNamespace(bind=bind)
+  monkeypatch.setattr(module, '_dot_product_attention_fwd_p_wrapper', primitive)
+  tokens = jnp.ones((1, HEADS, 4, WIDTH))
+  mask = jnp.ones((1, 4, 4), bool) if is_masked else None
+  cudnn.forward(tokens, tokens, tokens, mask)
+  shape = (1, 1, 4, 4) if is_masked else (0,)
+  assert called == [(shape, (is_masked, False))]
+
+
+@pytest.mark.parametrize('in_one_document', [False, True])
+def test_keys_without_a_mask_are_among_what_is_compared(in_one_document, monkeypatch):
+  """Here, what cuDNN reads without a mask is NaN."""
+
+  def forward(q, k, v, seen):
+    value = 0.0 if seen is not None else jnp.nan
+    return jnp.full(q.shape, value), jnp.full(q.shape[:-1], value)
+
+  def backward(q, k, v, *others):
+    return q, k, v
+
+  monkeypatch.setattr(cudnn, 'forward', forward)
+  monkeypatch.setattr(cudnn, 'backward', backward)
+  monkeypatch.setattr(cudnn, 'PAIRS_AT_ONCE', PIECE**2)
+  sizes = {'heads': HEADS, 'kv_heads': KV_HEADS, 'head_width': WIDTH, 'max_context': 4 * PIECE}
+  make = functools.partial(FullAttention, **sizes, kernels='require')
+  options = MixerOptions(kernel_lengths={('FullAttention', PIECE)})
+  with ambient.within(devices=[types.SimpleNamespace(platform='gpu')]):
+    outputs, *_ = kernel_choice.results(
+      make, (1, PIECE, 8), jnp.float32, options, in_one_document=in_one_document
+    )
+  assert np.isnan(outputs).any() == in_one_document
 
 
 def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):

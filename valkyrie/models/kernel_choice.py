@@ -62,15 +62,17 @@ def results(
   shape: tuple[int, int, int],
   dtype: DType,
   options: MixerOptions,
+  in_one_document: Array | bool = False,
 ) -> list[Array]:
   """Outputs, carries and gradients of random x [B, T, D] = `shape`, in the mixer of `make`.
 
-  Its rows go on in a document, begin another one, and end with padding.
+  Its rows go on in a document, begin another one, and end with padding; what was carried are tokens
+  of several documents. Or all are in one document, of which a kernel may mask nothing.
   """
   rows, time, _ = shape
   key = jax.random.key(0)
   carry_key, x_key, weights_key, after_key = jax.random.split(key, 4)
-  positions, segments = _places(rows, time)
+  positions, segments = _places(rows, time, in_one_document)
 
   def read(x, carry):
     mixer: Any = make()
@@ -82,7 +84,10 @@ def results(
 
   def used(leaf):
     random = 1.5 + jax.random.normal(carry_key, leaf.shape)
-    return random.astype(leaf.dtype)
+    values = random.astype(leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+      return jnp.where(in_one_document, 1, values)
+    return values
 
   def initial_carry():
     return make().initial_carry(rows, dtype)
@@ -107,8 +112,8 @@ def results(
   return [array.astype(jnp.float32) for array in arrays]
 
 
-def _places(rows: int, time: int) -> tuple[np.ndarray, np.ndarray]:
-  """The positions and the segments [B, T] of rows with two documents and padding."""
+def _places(rows: int, time: int, in_one_document: Array | bool) -> tuple[Array, Array]:
+  """The positions and the segments [B, T] of rows with two documents and padding, or with one."""
   row_steps = np.arange(time, dtype=np.int32)
   steps = np.tile(row_steps, (rows, 1))
   second_begin = time // 3
@@ -118,5 +123,5 @@ def _places(rows: int, time: int) -> tuple[np.ndarray, np.ndarray]:
   in_first = steps + 10**6
   positions = np.where(is_second, in_second, in_first)
   is_token = steps < padding_begin
-  segments = np.where(is_token, 1 + is_second, 0)
-  return positions, segments.astype(np.int32)
+  segments = np.where(is_token, 1 + is_second, 0).astype(np.int32)
+  return jnp.where(in_one_document, in_first, positions), jnp.where(in_one_document, 1, segments)
