@@ -40,9 +40,14 @@ def few_logits(monkeypatch):
   monkeypatch.setattr(cudnn, 'PAIRS_AT_ONCE', 5 * 5 * len(ROWS))
 
 
-@pytest.fixture(params=['plain', 'kernel'])
+@pytest.fixture(params=['plain', 'kernel', 'as a TPU'])
 def by_kernel(request, monkeypatch):
-  """Whether blocks are read as by cuDNN's kernel, in whose place stand its equations."""
+  """Whether blocks are read as by cuDNN's kernel, in whose place stand its equations.
+
+  A TPU has the plain form with a mask for each head, and blocks of twice as many keys.
+  """
+  if request.param == 'as a TPU':
+    monkeypatch.setattr(blocks, 'platform', lambda: 'tpu')
 
   def logits_of(q, k, seen):
     scores = jnp.einsum('rhsk,rhnk->rhsn', q, jnp.repeat(k, HEADS // KV_HEADS, axis=1))

@@ -20,6 +20,7 @@ from valkyrie.models.attention import cudnn, softmax
 from valkyrie.models.attention.kernels import LANES
 from valkyrie.models.attention.softmax import MASKED, Dropout, Part
 from valkyrie.models.precision import wide
+from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
 
 # The scope of a conditional whose larger branch is the usual one; certificates count that one.
@@ -117,8 +118,7 @@ def _backward(form, residuals, gradients):
 
     def of_block(d_q, given):
       block, *so_far = given
-      mask = _visible(form, one.marks, block.marks)
-      part = Part(one.q, block.keys, block.values, mask)
+      part = _part(form, one, block)
       draws = _draws(dropout, one, block)
 
       def add(sums):
@@ -128,7 +128,7 @@ def _backward(form, residuals, gradients):
         cotangents = (d_q, d_k, d_v)
         return tuple(total + x.astype(dtype) for total, x in zip(sums, cotangents, strict=True))
 
-      d_q, *d_block = _if_any(mask, add, (d_q, *so_far))
+      d_q, *d_block = _if_any(part.mask, add, (d_q, *so_far))
       return d_q, d_block
 
     no_gradient = jnp.zeros(one.q.shape, dtype)
@@ -155,8 +155,7 @@ def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slic
   """A slice of queries over all blocks -> (out, the logarithm of the denominator)."""
 
   def read(so_far, block):
-    mask = _visible(form, one.marks, block.marks)
-    part = Part(one.q, block.keys, block.values, mask)
+    part = _part(form, one, block)
     draws = _draws(dropout, one, block)
 
     def join(so_far):
@@ -168,7 +167,7 @@ def _read_blocks(form: Form, blocks: _Block, dropout: Dropout | None, one: _Slic
       both = share * out + share_of_more * more
       return both, log_both
 
-    return _if_any(mask, join, so_far), None
+    return _if_any(part.mask, join, so_far), None
 
   dtype = wide(one.q.dtype)
   *leading, _ = one.q.shape
@@ -189,6 +188,18 @@ def _if_any(mask: Array, add: Any, so_far: Any) -> Any:
     return lax.cond(jnp.any(mask), add, lambda unchanged: unchanged, so_far)
 
 
+def _part(form: Form, one: _Slice, block: _Block) -> Part:
+  """What a slice of queries reads of a block."""
+  marks = one.marks
+  if platform() == 'tpu':
+    # One mask serves the heads of a group, but a TPU would write it for each of them, and take
+    # longer than for all else: it compares the marks of each instead.
+    heads = one.q.shape[2] // marks.places.shape[1]
+    marks = jax.tree.map(lambda x: jnp.tile(x, (1, heads)), marks)
+  mask = _visible(form, marks, block.marks)
+  return Part(one.q, block.keys, block.values, mask)
+
+
 def _visible(form: Form, queries: Marks, keys: Marks) -> Array:
   distance = queries.places[:, :, None] - keys.places[:, None]
   inside = (distance >= 0) & (distance < form.reach)
@@ -207,8 +218,10 @@ def _sizes(form: Form, q: Array, total: int) -> tuple[int, int]:
   batch, time, heads, _ = q.shape
   if not form.by_kernel:
     queries = min(form.slice_size, time)
-    at_once = slices.LOGITS_AT_ONCE // (batch * queries * heads)
-    return queries, _size(total, at_once)
+    logits = slices.LOGITS_AT_ONCE
+    if platform() == 'tpu':
+      logits *= 2  # a core's memory holds them, and each block reads and writes the results so far
+    return queries, _size(total, logits // (batch * queries * heads))
   # A kernel writes no logits, but for each block it reads a mask, all queries, and their results so
   # far: squares need the fewest bytes.
   pairs = cudnn.PAIRS_AT_ONCE // batch

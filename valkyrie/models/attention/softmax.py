@@ -39,7 +39,8 @@ class Dropout(NamedTuple):
 class Part(NamedTuple):
   """Queries [B, J, Q, K], keys and values [B, J, N, K], and the mask [B, S, N] of visible keys.
 
-  The Q queries of a head group belong to its first head, then to the next; one mask serves all.
+  The Q queries of a head group belong to its first head, then to the next. One mask of S tokens
+  serves all, or S is Q, and each has its own.
   """
 
   q: Array
