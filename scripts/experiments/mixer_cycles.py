@@ -1,0 +1,77 @@
+"""What the compiler for a TPU expects each mixer of a run to cost, compiled alone in seconds.
+
+Each mixer is compiled for one chip, forwards and backwards, with a carry, by its plain form. The
+instructions that cost most are printed with their executions, cycles and bytes.
+
+    bash scripts/experiment mixer_cycles --gin_file=gin/one_chip.gin --topology=v6e:1x1
+    bash scripts/experiment mixer_cycles --gin_file=scripts/experiments/qwen3_5_2b.gin \\
+        --topology=v6e:1x1 --gin.FullAttention.max_context=32768 --largest=20
+"""
+# Environment: tpu
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+from bench_runs import with_bindings
+import gin
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from valkyrie.config.load import load_gin
+from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.lab.certificates import hlo, topologies, work
+from valkyrie.models import kernel_choice, language_model
+from valkyrie.models.language_model import LanguageModel
+from valkyrie.models.layers import MixerOptions
+from valkyrie.sharding import ambient
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the sums and the costliest instructions of each mixer."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--gin_file', required=True)
+  parser.add_argument('--topology', default='v6e:1x1', help='(default: %(default)s)')
+  parser.add_argument('--tokens', type=int, default=8192, help='of a chunk (default: %(default)s)')
+  parser.add_argument('--largest', type=int, default=8, help='instructions (default: %(default)s)')
+  flags, bindings = with_bindings(parser, arguments)
+  load_gin([flags.gin_file], bindings, modules=CONFIGURABLE_MODULES)
+  make = gin.get_configurable(LanguageModel)
+  device = topologies.devices(flags.topology)[0]
+  with ambient.within(devices=[device]):
+    about = language_model.transform(make).about
+    blocks = language_model.asked(make, lambda model: model.blocks())
+    mixers = {type(mixer).__name__: mixer for block in blocks for mixer in block.mixers}
+    shape = (1, flags.tokens, about.width)
+    for name, mixer in mixers.items():
+      rebuild = functools.partial(dataclasses.replace, mixer)
+      results = functools.partial(
+        kernel_choice.results, rebuild, shape, about.compute_dtype, MixerOptions()
+      )
+      compute = jax.jit(results, out_shardings=SingleDeviceSharding(device))
+      program = compute.lower().compile()
+      works = work.list_work(hlo.parse(program.as_text() or ''))
+      _print(name, works, flags.largest)
+
+
+def _print(name: str, works: Sequence[work.Work], largest: int) -> None:
+  cycles = Counter()
+  for step in works:
+    cycles[step] = step.cycles * step.times
+  moved = sum(step.bytes * step.times for step in works)
+  flops = sum(step.flops * step.times for step in works)
+  print(
+    f'{name}: {cycles.total() / 1e6:.1f} million cycles, {moved / 1e9:.2f} GB, '
+    f'{flops / 1e12:.2f} TFLOP'
+  )
+  for step, total in cycles.most_common(largest):
+    print(
+      f'{total / 1e6:10.2f} million = {step.times:6} x {step.cycles:8} cycles, '
+      f'{step.bytes / 1e6:9.2f} MB  {step.source[-90:]}'
+    )
+
+
+if __name__ == '__main__':
+  main()
