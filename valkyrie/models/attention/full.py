@@ -40,7 +40,8 @@ class FullAttention(LongformerAttention):
   Attributes, besides the ones of `WindowAttention`:
     max_context: the tokens that a query sees, itself included; without a carry, the longest chunk.
       A layout that splits time splits the keys as well, and needs a multiple of its devices.
-    carried: whether keys pass from chunk to chunk.
+    carried: whether keys pass from chunk to chunk. cuDNN's kernel then reads slices of its own
+      size, whatever `slice_size` is.
     slides: whether longer documents are read, too: each token sees the last `max_context` tokens.
       It is then a window, which `LongformerAttention` reads in less memory if it is short.
   """
