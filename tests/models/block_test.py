@@ -50,10 +50,10 @@ def test_a_block_is_its_equation(norm, mixers, mlp):
   kinds = ('mixers', 'mlp', 'stream')
 
   def read(x):
+    found = {kind: [] for kind in kinds}
     block = Block(mixers, 6, mlp=mlp, norm=norm)
-    carry = ((),) * len(mixers)
-    y, _, found = block(x, carry, positions=tokens, segment_ids=tokens, activations=kinds)
-    return y, [found[kind] for kind in kinds]
+    y, _ = block(x, ((),) * len(mixers), positions=tokens, segment_ids=tokens, found=found)
+    return y, [found[kind][0] for kind in kinds]
 
   with jax.enable_x64(True):
     pure = hk.without_apply_rng(hk.transform(read))

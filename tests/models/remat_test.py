@@ -62,7 +62,7 @@ def test_layers_save_the_stream_instead_of_what_they_add_to_it(
       layer = Block(mixers, mlp_width=20, norm=norm, name=name)
       carry = layer.initial_carry(1, x.dtype)
       places = jnp.arange(TIME)[None]
-      x, _, _ = layer(x, carry, positions=places, segment_ids=jnp.ones_like(places))
+      x, _ = layer(x, carry, positions=places, segment_ids=jnp.ones_like(places))
     return x
 
   model = hk.transform(read)

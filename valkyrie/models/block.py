@@ -1,6 +1,6 @@
 """One layer: residual mixers in the given order, then an MLP, with norms before them or after."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import gin
 import haiku as hk
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import PositiveInt, ProperFraction, check
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import layers
-from valkyrie.models.features import Kind
 from valkyrie.models.layers import MLP, GatedMLP, MixerOptions, RMSNorm
 from valkyrie.models.mixer_check import check_members, check_result
 from valkyrie.sharding.mesh import platform
@@ -87,12 +86,12 @@ class Block(hk.Module):
     *,
     positions: Array,
     segment_ids: Array,
-    activations: Sequence[Kind] = (),
-  ) -> tuple[Array, tuple[Carry, ...], dict[str, Array]]:
-    """x [B, T, D] and the carry of each mixer -> the same after this layer, and {kind: [B, T, D]}.
+    found: Mapping[str, list[Array]] | None = None,
+  ) -> tuple[Array, tuple[Carry, ...]]:
+    """x [B, T, D] and the carry of each mixer -> the same, after this layer.
 
-    The kinds are those of `features.ACTIVATIONS` that are among `activations`. A mixer whose
-    outputs or carry have another form than its inputs raises a ConfigurationError.
+    Adds to `found` the values of its kinds, see `features.ACTIVATIONS`. A mixer whose outputs or
+    carry have another form than its inputs raises a ConfigurationError.
     """
     inputs = x
     carries = []
@@ -114,9 +113,16 @@ class Block(hk.Module):
       added = self._normed_after(added, 'post_mlp_norm')
       added = layers.dropout(added, self.dropout)
       x = self._added(mixed, added)
-    values = {'mixers': mixed - inputs, 'mlp': added, 'stream': x}
-    asked = {kind: value for kind, value in values.items() if kind in activations}
-    return x, tuple(carries), asked
+    if found:
+      activations = {
+        'mixers': mixed - inputs,
+        'mlp': added,
+        'stream': x,
+      }
+      for kind, values in found.items():
+        value = activations[kind]
+        values.append(value)
+    return x, tuple(carries)
 
   @hk.transparent
   def _normed_before(self, x: Array, name: str) -> Array:

@@ -247,10 +247,8 @@ class LanguageModel(Module):
         blocks = zip(self.blocks(), carry, strict=True)
         for number, (block, before) in enumerate(blocks, first_layer):
           with self._sites_of(number, prefix, masks, inputs):
-            x, block_carry, found = block(x, before, activations=activations, **where)
+            x, block_carry = block(x, before, found=values, **where)
           after.append(block_carry)
-          for kind, value in found.items():
-            values[kind].append(value)
       if SITES in activations:
         seen[SITES] = inputs
       return constrain(x, 'batch', 'time', 'activation'), (tuple(after), values, seen)

@@ -245,7 +245,7 @@ class _Stack(hk.Module):
     (x,) = project(x, (None, 'embed'), stream=self._width)
     carries = []
     for block, before in zip(self._blocks, carry, strict=True):
-      x, after, _ = block(x, before, positions=batch.positions, segment_ids=batch.segment_ids)
+      x, after = block(x, before, positions=batch.positions, segment_ids=batch.segment_ids)
       carries.append(after)
     x = RMSNorm(name='final_norm')(x)
     (z,) = project(x, ('embed', None), logits=self._logits)
