@@ -3,6 +3,7 @@
 import json
 
 import gated_deltanet_reference
+import gin
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,19 @@ def loaded(folder, model):
   )
   assert complete
   return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params), lines
+
+
+def exported(reference, config, tmp_path):
+  """(an export in float32 of a model that was read from a folder, the tensors of that folder)."""
+  weights = reference.tensors(config)
+  folder = write(tmp_path / 'hf', config, weights)
+  with jax.enable_x64(True):
+    model = model_of(folder, tmp_path)
+    params, _ = loaded(folder, model)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    written = written_back(model, params, tmp_path / 'written')
+  gin.clear_config()
+  return written, weights
 
 
 def written_back(model, params, folder):

@@ -426,6 +426,37 @@ def test_defaults_are_those_of_the_class(tmp_path):
   assert bindings['sliding_attention/LongformerAttention.window'] == 4095
 
 
+FLA_MAMBA = {
+  'model_type': 'mamba2', 'vocab_size': 50, 'hidden_size': 24, 'num_hidden_layers': 2,
+  'num_heads': 6, 'head_dim': 8, 'state_size': 5, 'conv_kernel': 3, 'expand': 2, 'use_bias': False,
+  'use_conv_bias': True, 'norm_eps': 1e-3, 'hidden_act': 'silu', 'tie_word_embeddings': True,
+  'dt_limit': [0.0, {'__float__': 'Infinity'}], 'rmsnorm': True, 'norm_before_gate': False,
+  'D_has_hdim': False, 'A_init_range': [1, 16], 'conv_init': None, 'dt_min': 1e-3, 'dt_max': 0.1,
+  'dt_init_floor': 1e-4, 'fuse_norm': True, 'fuse_cross_entropy': True, 'use_l2warp': False,
+  'fuse_linear_cross_entropy': False, 'chunk_size': 256, 'residual_in_fp32': True,
+  'rescale_prenorm_residual': True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('groups', [{}, {'n_groups': 2}])
+def test_a_mamba2_of_flash_linear_attention_is_that_of_transformers(tmp_path, groups):
+  ours = Mamba2.config(**{'n_groups': 1, **groups})
+  theirs = huggingface.configuration(write(tmp_path, {**FLA_MAMBA, **groups}, {}))
+  assert huggingface.plan(theirs) == huggingface.plan(ours)
+
+
+@pytest.mark.parametrize(('field', 'value'), [
+  ('rmsnorm', False), ('rmsnorm', None), ('norm_before_gate', True), ('D_has_hdim', True),
+  ('dt_limit', [0.0, 0.1]), ('dt_limit', 3), ('norm_eps', None), ('norm_eps', 0),
+  ('use_bias', True), ('hidden_act', 'gelu'), ('num_heads', None), ('n_groups', 0),
+  ('tie_word_embeddings', None), ('surprise', False), ('layer_norm_epsilon', 1e-5),
+])  # fmt: skip
+def test_a_mamba2_of_flash_linear_attention_that_is_not_computed_is_refused(tmp_path, field, value):
+  folder = write(tmp_path, {**FLA_MAMBA, field: value}, {})
+  with pytest.raises(ConfigurationError, match=f'config.json has {field}: '):
+    huggingface.configuration(folder)
+
+
 def test_the_scale_of_queries_holds_the_divisor_of_scores(tmp_path):
   config = Gemma3.config(query_pre_attn_scalar=12)
   weights = Gemma3.tensors(config)
@@ -503,6 +534,14 @@ def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, config, bi
   load_gin(files, [], modules=CONFIGURABLE_MODULES)
   with pytest.raises(ConfigurationError, match=rf'{config["model_type"]}(, \w+)*: {message}'):
     huggingface.export_of(LanguageModel)
+  gin.clear_config()
+
+
+def test_an_lfm2_has_the_widths_that_vllm_reads(tmp_path):
+  (tmp_path / 'model.gin').write_text(huggingface.gin_text(Lfm2.config()))
+  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
+  config, _ = huggingface.export_of(LanguageModel)
+  assert config['block_dim'] == config['conv_dim'] == config['hidden_size']
   gin.clear_config()
 
 

@@ -9,11 +9,8 @@ import os
 import subprocess
 import sys
 
-import gin
 from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, Qwen35
-from hybrid_folders import loaded, model_of, write, written_back
-import jax
-import jax.numpy as jnp
+from hybrid_folders import exported
 import numpy as np
 import pytest
 import tiny_run
@@ -56,14 +53,7 @@ runpy.run_path(sys.argv[0] + '/convert_hf_to_gguf.py', run_name='__main__')
 def test_logits_are_those_of_llama_cpp(tmp_path, name):
   llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is in no extra')
   reference, config = MODELS[name]
-  weights = reference.tensors(config)
-  folder = write(tmp_path / 'hf', config, weights)
-  with jax.enable_x64(True):
-    ours = model_of(folder, tmp_path)
-    params, _ = loaded(folder, ours)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    written = written_back(ours, params, tmp_path / 'written')
-  gin.clear_config()
+  written, weights = exported(reference, config, tmp_path)
   tiny_run.write_tokenizer(written / 'tokenizer.json')
   (written / 'tokenizer_config.json').write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
   file = tmp_path / 'model.gguf'

@@ -155,6 +155,8 @@ class Lfm2(Hybrid):
       'head_dim': attention['head_width'],
       'conv_L_cache': convolution['taps'],
       'conv_bias': False,
+      'block_dim': convolution['width'],  # vLLM reads these two widths of the stream
+      'conv_dim': convolution['width'],
       'layer_types': types,
       'norm_eps': facts.shared['RMSNorm.epsilon'],
       'max_position_embeddings': facts.max_context,

@@ -5,8 +5,7 @@ import pathlib
 from types import MappingProxyType
 from typing import Any
 
-from valkyrie.errors import ConfigurationError
-from valkyrie.weights.classes import parts
+from valkyrie.weights.classes import fla_mamba2, parts
 from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings
 from valkyrie.weights.config_fields import Fields
 from valkyrie.weights.facts import Facts
@@ -47,8 +46,10 @@ class Mamba2(Hybrid):
   })  # fmt: skip
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    if fla_mamba2.is_one(found):
+      found = fla_mamba2.translated(file, found)
     config = super().checked(file, found)
-    check_steps(file, config)
+    parts.check_mamba_steps(file, config)
     return config
 
   def plan(self, config: Mapping[str, Any]) -> Plan:
@@ -106,26 +107,3 @@ def mamba_bindings(config: Mapping[str, Any]) -> dict[str, Any]:
     taps=config['conv_kernel'],
     convolution_bias=config['use_conv_bias'],
   )
-
-
-def check_steps(file: pathlib.Path, config: Mapping[str, Any]) -> None:
-  """Raises a ConfigurationError if steps are clamped, which has no single meaning there.
-
-  transformers clamps them in whole sequences, and not while it decodes one token after the other.
-  """
-  limit = config.get('time_step_limit')
-  if limit is None:
-    return
-  least_and_most = [_number(one) for one in limit] if isinstance(limit, list) else limit
-  if least_and_most != [0.0, float('inf')]:
-    raise ConfigurationError(
-      f'{file} has time_step_limit: {limit!r:.80}, but Valkyrie computes this class of models only '
-      'with [0.0, Infinity]. Take a model with it.'
-    )
-
-
-def _number(value: Any) -> Any:
-  """A number, also as newer files write an infinity."""
-  if isinstance(value, dict) and value == {'__float__': 'Infinity'}:
-    return float('inf')
-  return value

@@ -12,7 +12,6 @@ from typing import Any
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights.classes import parts
 from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings, with_one_spelling
-from valkyrie.weights.classes.mamba2 import check_steps
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts
 from valkyrie.weights.forms import MATRIX, SAME, Form
@@ -78,7 +77,7 @@ class NemotronH(Hybrid):
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
     config = super().checked(file, found)
-    check_steps(file, config)
+    parts.check_mamba_steps(file, config)
     config = with_one_spelling(file, config, _SPELLINGS)
     layers = _layers(config)
     unknown = sorted({*map(repr, layers)} - {*map(repr, _KINDS.values())})

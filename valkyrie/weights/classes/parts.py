@@ -1,8 +1,10 @@
 """Layers that several classes of hybrids have: their bindings and the names of their tensors."""
 
 from collections.abc import Mapping, Sequence
+import pathlib
 from typing import Any
 
+from valkyrie.errors import ConfigurationError
 from valkyrie.weights.forms import FILTERS, MATRIX, SAME, Form
 from valkyrie.weights.name_table import Entry, Piece, entry
 from valkyrie.weights.plan import Kind
@@ -143,3 +145,30 @@ def mamba_names(prefixes: Sequence[str], bindings: Mapping[str, Any]) -> list[En
     names.append(Entry(f'layers.#.mamba2.{ours}', MATRIX, spellings))
     begin += width
   return names
+
+
+def check_mamba_steps(
+  file: pathlib.Path,
+  config: Mapping[str, Any],
+  field: str = 'time_step_limit',
+) -> None:
+  """Raises a ConfigurationError if a field clamps the steps, which has no single meaning there.
+
+  transformers clamps them in whole sequences, and not while it decodes one token after the other.
+  """
+  limit = config.get(field)
+  if limit is None:
+    return
+  least_and_most = [_number(one) for one in limit] if isinstance(limit, list) else limit
+  if least_and_most != [0.0, float('inf')]:
+    raise ConfigurationError(
+      f'{file} has {field}: {limit!r:.80}, but Valkyrie computes this class of models only with '
+      '[0.0, Infinity]. Take a model with it.'
+    )
+
+
+def _number(value: Any) -> Any:
+  """A number, also as newer files write an infinity."""
+  if isinstance(value, dict) and value == {'__float__': 'Infinity'}:
+    return float('inf')
+  return value
