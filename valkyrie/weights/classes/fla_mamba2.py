@@ -28,7 +28,7 @@ _FIELDS = Fields(
 )  # fmt: skip
 
 
-def is_one(found: Mapping[str, Any]) -> bool:
+def is_from_fla(found: Mapping[str, Any]) -> bool:
   """Whether flash-linear-attention wrote the fields of a `mamba2`."""
   return 'norm_eps' in found
 

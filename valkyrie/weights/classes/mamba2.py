@@ -46,7 +46,7 @@ class Mamba2(Hybrid):
   })  # fmt: skip
 
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
-    if fla_mamba2.is_one(found):
+    if fla_mamba2.is_from_fla(found):
       found = fla_mamba2.translated(file, found)
     config = super().checked(file, found)
     parts.check_mamba_steps(file, config)
