@@ -36,6 +36,13 @@ SCALED = {
   'original_max_position_embeddings': 32,
 }
 
+# What `config` changes for a model of each class.
+DECODERS = {
+  'llama': {'rope_scaling': SCALED},
+  'mistral': {'model_type': 'mistral', 'sliding_window': 8},
+  'qwen3': {'model_type': 'qwen3'},
+}
+
 
 def tensors(of, seed=0, dtype=np.float32):
   """Random weights."""

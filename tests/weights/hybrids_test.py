@@ -7,6 +7,7 @@ import gin
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 from hybrid_folders import DELTA, MODELS, loaded, model_of, write, written_back
 import jax
+import llama_reference
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -534,6 +535,23 @@ def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, config, bi
   load_gin(files, [], modules=CONFIGURABLE_MODULES)
   with pytest.raises(ConfigurationError, match=rf'{config["model_type"]}(, \w+)*: {message}'):
     huggingface.export_of(LanguageModel)
+  gin.clear_config()
+
+
+@pytest.mark.parametrize('config', [
+  llama_reference.config(model_type='mistral', sliding_window=8),
+  Gemma3.config(layer_types=['sliding_attention'] * 4),
+  NemotronH.config(hybrid_override_pattern='M-M', num_hidden_layers=3),
+  DELTA.config(attn=None),
+])  # fmt: skip
+def test_a_model_without_a_limit_of_its_context_says_one_whose_angles_fit_in_memory(
+  tmp_path, config
+):
+  (tmp_path / 'model.gin').write_text(huggingface.gin_text(config))
+  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
+  exported, _ = huggingface.export_of(LanguageModel)
+  assert exported['model_type'] == config['model_type']
+  assert exported['max_position_embeddings'] == 2**17
   gin.clear_config()
 
 

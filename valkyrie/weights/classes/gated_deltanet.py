@@ -12,7 +12,7 @@ from typing import Any
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.weights import config_fields
-from valkyrie.weights.classes import parts
+from valkyrie.weights.classes import parts, rope
 from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts, Values, fields_of
@@ -165,7 +165,7 @@ class GatedDeltaNet(Hybrid):
       'hidden_ratio': None,
       'intermediate_size': facts.layers[0]['Block.mlp_width'] or 0,
       'norm_eps': facts.shared['RMSNorm.epsilon'],
-      'max_position_embeddings': facts.max_context or 2048,
+      'max_position_embeddings': facts.max_context or rope.WITHOUT_A_LIMIT,
       'attn': attention,
     }
 

@@ -154,7 +154,7 @@ class Gemma3Text(Hybrid):
       'attention_bias': False,
       'layer_types': types,
       'rms_norm_eps': facts.shared['RMSNorm.epsilon'],
-      'max_position_embeddings': facts.max_context or 2**31 - 1,
+      'max_position_embeddings': facts.max_context or rope.WITHOUT_A_LIMIT,
       'rope_parameters': rotaries,
     }
     if 'window' in attention:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from valkyrie.errors import ConfigurationError
-from valkyrie.weights.classes import parts
+from valkyrie.weights.classes import parts, rope
 from valkyrie.weights.classes.hybrid import Hybrid, shared_bindings, with_one_spelling
 from valkyrie.weights.config_fields import FETCH, Fields
 from valkyrie.weights.facts import Facts
@@ -175,7 +175,7 @@ class NemotronH(Hybrid):
       'conv_kernel': mamba['taps'],
       'use_conv_bias': mamba['convolution_bias'],
       'layer_norm_epsilon': facts.shared['RMSNorm.epsilon'],
-      'max_position_embeddings': facts.max_context or 2048,
+      'max_position_embeddings': facts.max_context or rope.WITHOUT_A_LIMIT,
       'mlp_hidden_act': 'relu2',
       'mamba_hidden_act': 'silu',
       'time_step_limit': [0.0, float('inf')],

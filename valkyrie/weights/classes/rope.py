@@ -10,6 +10,9 @@ from valkyrie.models.attention.rotary import Rotary
 from valkyrie.weights import config_fields
 from valkyrie.weights.config_fields import FETCH, Fields
 
+# The `max_position_embeddings` of an export whose layers have no limit: recurrences, and windows.
+# Other programs make a table of the angles of so many tokens.
+WITHOUT_A_LIMIT = 2**17
 # (name there, parameter of Rotary, its type) of scaled positions.
 _SCALING = (
   ('factor', 'factor', float),

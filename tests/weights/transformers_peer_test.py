@@ -1,4 +1,4 @@
-"""Exported hybrids in Hugging Face's transformers, against the references. Needs torch.
+"""Exports in Hugging Face's transformers, against the references. Needs torch.
 
 pip install -e '.[learn]'
 """
@@ -8,6 +8,8 @@ import json
 import gin
 from hybrid_folders import MODELS, loaded, model_of, write, written_back
 import jax
+import llama_reference
+from llama_reference import DECODERS
 import numpy as np
 import pytest
 
@@ -15,13 +17,16 @@ REASON = "only pip install '.[learn]' installs torch and transformers"
 TOKENS = np.random.default_rng(3).integers(0, 50, 24)
 # What an export takes from the run's tokenizer; transformers has others for some classes.
 SPECIAL_TOKENS = {'bos_token_id': None, 'eos_token_id': 1, 'pad_token_id': None}
+EXPORTS = {name: model for name, model in MODELS.items() if 'delta' not in name}
+for kind, changes in DECODERS.items():
+  EXPORTS[kind] = (llama_reference, llama_reference.config(**changes))
 
 
-@pytest.mark.parametrize('name', [name for name in MODELS if 'delta' not in name])
+@pytest.mark.parametrize('name', EXPORTS)
 def test_logits_are_those_of_transformers(tmp_path, name):
   torch = pytest.importorskip('torch', reason=REASON)
   transformers = pytest.importorskip('transformers', reason=REASON)
-  reference, config = MODELS[name]
+  reference, config = EXPORTS[name]
   weights = reference.tensors(config)
   folder = write(tmp_path / 'hf', config, weights)
   with jax.enable_x64(True):
