@@ -3,12 +3,13 @@
 import json
 
 import gated_deltanet_reference
-import gin
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
 import jax
 import jax.numpy as jnp
+import numpy as np
 from safetensors.numpy import save_file
 import tiny
+import tiny_run
 
 from valkyrie.config.load import load_gin
 from valkyrie.main import CONFIGURABLE_MODULES
@@ -71,17 +72,22 @@ def loaded(folder, model):
   return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params), lines
 
 
-def exported(reference, config, tmp_path):
-  """(an export in float32 of a model that was read from a folder, the tensors of that folder)."""
+def exported(reference, config, tmp_path, dtype=jnp.float32):
+  """(an export of a model that was read from a folder, the tensors of that folder)."""
   weights = reference.tensors(config)
   folder = write(tmp_path / 'hf', config, weights)
   with jax.enable_x64(True):
     model = model_of(folder, tmp_path)
     params, _ = loaded(folder, model)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     written = written_back(model, params, tmp_path / 'written')
-  gin.clear_config()
   return written, weights
+
+
+def add_tokenizer(folder):
+  tiny_run.write_tokenizer(folder / 'tokenizer.json')
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(config))
 
 
 def written_back(model, params, folder):
@@ -98,3 +104,26 @@ def written_back(model, params, folder):
   written = huggingface.written(config, tensor_writer.of_arrays(arrays))
   tensor_writer.write_folder(folder, written)
   return folder
+
+
+def packed(documents):
+  """Tokens, positions and segments [1, T] of documents, and padding up to a multiple of 7."""
+  time = sum(map(len, documents))
+  padding = [0] * (-time % 7)
+  tokens = np.concatenate([*documents, padding]).astype(np.int32)
+  positions = np.concatenate([*map(np.arange, map(len, documents)), padding]).astype(np.int32)
+  numbers = [np.full(len(one), number + 1) for number, one in enumerate(documents)]
+  segments = np.concatenate([*numbers, padding]).astype(np.int32)
+  return tokens[None], positions[None], segments[None]
+
+
+def read(model, params, row, chunk):
+  """The logits [T, vocabulary] of a row, in chunks of so many tokens."""
+  carry = model.initial_carry(1)
+  apply = jax.jit(model.apply)
+  found = []
+  for begin in range(0, row[0].shape[1], chunk):
+    part = [array[:, begin : begin + chunk] for array in row]
+    features, carry = apply(params, carry, *part)
+    found.append(features.hidden[0] @ features.unembedding.T)
+  return np.concatenate(found)[:, : model.about.vocabulary_size]

@@ -5,7 +5,7 @@ import re
 
 import gin
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, OlmoHybrid, Qwen35
-from hybrid_folders import DELTA, MODELS, loaded, model_of, write, written_back
+from hybrid_folders import DELTA, MODELS, loaded, model_of, packed, read, write, written_back
 import jax
 import llama_reference
 import numpy as np
@@ -23,29 +23,6 @@ from valkyrie.weights.source import open_source
 TOKENS = np.random.default_rng(3).integers(0, 50, 24).astype(np.int32)
 DOCUMENTS = (24, 11)  # lengths in a packed row, with a rest of padding
 ONE = {'layers': [0], 'num_heads': 4, 'num_kv_heads': None, 'rope_theta': 100.0}
-
-
-def packed(documents):
-  """Tokens, positions and segments [1, T] of documents, and padding up to a multiple of 7."""
-  time = sum(map(len, documents))
-  padding = [0] * (-time % 7)
-  tokens = np.concatenate([*documents, padding]).astype(np.int32)
-  positions = np.concatenate([*map(np.arange, map(len, documents)), padding]).astype(np.int32)
-  numbers = [np.full(len(one), number + 1) for number, one in enumerate(documents)]
-  segments = np.concatenate([*numbers, padding]).astype(np.int32)
-  return tokens[None], positions[None], segments[None]
-
-
-def read(model, params, row, chunk):
-  """The logits [T, vocabulary] of a row, in chunks of so many tokens."""
-  carry = model.initial_carry(1)
-  apply = jax.jit(model.apply)
-  found = []
-  for begin in range(0, row[0].shape[1], chunk):
-    part = [array[:, begin : begin + chunk] for array in row]
-    features, carry = apply(params, carry, *part)
-    found.append(features.hidden[0] @ features.unembedding.T)
-  return np.concatenate(found)[:, : model.about.vocabulary_size]
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -538,6 +515,14 @@ def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, config, bi
   gin.clear_config()
 
 
+def exported_config(tmp_path, config):
+  """The config.json that the model of another one is written with."""
+  (tmp_path / 'model.gin').write_text(huggingface.gin_text(config))
+  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
+  exported, _ = huggingface.export_of(LanguageModel)
+  return exported
+
+
 @pytest.mark.parametrize('config', [
   llama_reference.config(model_type='mistral', sliding_window=8),
   Gemma3.config(layer_types=['sliding_attention'] * 4),
@@ -547,29 +532,20 @@ def test_an_export_names_the_binding_that_its_class_has_not(tmp_path, config, bi
 def test_a_model_without_a_limit_of_its_context_says_one_whose_angles_fit_in_memory(
   tmp_path, config
 ):
-  (tmp_path / 'model.gin').write_text(huggingface.gin_text(config))
-  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
-  exported, _ = huggingface.export_of(LanguageModel)
+  exported = exported_config(tmp_path, config)
   assert exported['model_type'] == config['model_type']
   assert exported['max_position_embeddings'] == 2**17
-  gin.clear_config()
 
 
 def test_an_lfm2_has_the_widths_that_vllm_reads(tmp_path):
-  (tmp_path / 'model.gin').write_text(huggingface.gin_text(Lfm2.config()))
-  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
-  config, _ = huggingface.export_of(LanguageModel)
+  config = exported_config(tmp_path, Lfm2.config())
   assert config['block_dim'] == config['conv_dim'] == config['hidden_size']
-  gin.clear_config()
 
 
 def test_mamba2_with_channels_of_another_width_is_written_as_nemotron_h(tmp_path):
   """The class mamba2 has a whole multiple of the width, whose factor transformers reads."""
-  (tmp_path / 'model.gin').write_text(huggingface.gin_text(Mamba2.config(num_heads=4)))
-  load_gin([str(tmp_path / 'model.gin')], [], modules=CONFIGURABLE_MODULES)
-  config, _ = huggingface.export_of(LanguageModel)
+  config = exported_config(tmp_path, Mamba2.config(num_heads=4))
   assert config['model_type'] == 'nemotron_h' and config['mamba_num_heads'] == 4
-  gin.clear_config()
 
 
 def test_a_width_that_is_null_follows_from_the_ratio():

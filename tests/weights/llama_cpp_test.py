@@ -10,10 +10,9 @@ import subprocess
 import sys
 
 from hybrid_classes_reference import Lfm2, Mamba2, NemotronH, Qwen35
-from hybrid_folders import exported
+from hybrid_folders import add_tokenizer, exported
 import numpy as np
 import pytest
-import tiny_run
 
 SOURCES = os.environ.get('LLAMA_CPP')  # its converter is in no package
 REASON = 'LLAMA_CPP names a folder with the sources of llama.cpp'
@@ -54,8 +53,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path, name):
   llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is in no extra')
   reference, config = MODELS[name]
   written, weights = exported(reference, config, tmp_path)
-  tiny_run.write_tokenizer(written / 'tokenizer.json')
-  (written / 'tokenizer_config.json').write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+  add_tokenizer(written)
   file = tmp_path / 'model.gguf'
   options = ['--outtype', 'f32', '--outfile', file] + ['--no-mtp'] * (name == 'qwen')
   subprocess.run([sys.executable, '-c', CONVERT, SOURCES, written, *options], check=True)

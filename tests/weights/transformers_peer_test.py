@@ -5,9 +5,7 @@ pip install -e '.[learn]'
 
 import json
 
-import gin
-from hybrid_folders import MODELS, loaded, model_of, write, written_back
-import jax
+from hybrid_folders import MODELS, exported
 import llama_reference
 from llama_reference import DECODERS
 import numpy as np
@@ -27,13 +25,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
   torch = pytest.importorskip('torch', reason=REASON)
   transformers = pytest.importorskip('transformers', reason=REASON)
   reference, config = EXPORTS[name]
-  weights = reference.tensors(config)
-  folder = write(tmp_path / 'hf', config, weights)
-  with jax.enable_x64(True):
-    ours = model_of(folder, tmp_path)
-    params, _ = loaded(folder, ours)
-    written = written_back(ours, params, tmp_path / 'written')
-  gin.clear_config()
+  written, weights = exported(reference, config, tmp_path, np.float64)
   file = written / 'config.json'
   file.write_text(json.dumps(json.loads(file.read_text()) | SPECIAL_TOKENS))
   model, report = transformers.AutoModelForCausalLM.from_pretrained(

