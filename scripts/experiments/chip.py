@@ -20,6 +20,8 @@ import sys
 import time
 from typing import Any
 
+from valkyrie.monitoring.json_lines import read_lines
+
 SCRIPTS = pathlib.Path(__file__).parent
 GIB = 2**30
 STEPS = 3  # the last one is timed
@@ -53,9 +55,8 @@ class Run:
 
   def metrics(self, name: str) -> Metrics:
     """The metrics of each step, of the last process that took it."""
-    path = self.folder(name) / 'metrics.jsonl'
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {found['step']: found for found in map(json.loads, lines) if 'loss' in found}
+    lines = read_lines(self.folder(name) / 'metrics.jsonl')
+    return {found['step']: found for found in lines if 'loss' in found}
 
 
 def call(command: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ import warnings
 from bench_runs import with_bindings
 
 import valkyrie
+from valkyrie.monitoring.json_lines import by_step
 
 PACKAGES = ('numpy', 'scipy', 'jax', 'optax', 'haiku', 'matplotlib')
 RATES = {
@@ -155,8 +156,8 @@ def _learned(
     f'--gin.train.initial_weights="{base}"',
     f'--model_dir={folder}',
   )
-  evaluations = (folder / 'eval' / 'metrics.jsonl').read_text().splitlines()
-  measured = [(line['loss'], line['step']) for line in map(json.loads, evaluations)]
+  evaluations = by_step(folder / 'eval' / 'metrics.jsonl')
+  measured = [(line['loss'], step) for step, line in evaluations.items()]
   loss, step = min(measured)
   return Learned(loss / math.log(2), rate, step, folder)
 

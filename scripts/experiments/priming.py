@@ -15,12 +15,13 @@ The same command continues after any interruption, and trains nothing twice.
 
 import argparse
 from collections.abc import Mapping, Sequence
-import json
 import math
 import pathlib
 import re
 import subprocess
 import sys
+
+from valkyrie.monitoring.json_lines import by_step
 
 FILES = 'scripts/experiments'
 STEP_TOKENS = 1024  # 4 rows of 2 chunks of 128
@@ -84,10 +85,8 @@ def evaluations(place: pathlib.Path) -> dict[int, float]:
     loss = re.search(r'loss of the loaded weights is ([\d.]+)', log.read_text())
     if loss:
       found[0] = float(loss[1]) / math.log(2)
-  metrics = place / 'eval' / 'metrics.jsonl'
-  if metrics.exists():
-    for line in map(json.loads, metrics.read_text().splitlines()):
-      found[line['step']] = line['loss'] / math.log(2)
+  for step, line in by_step(place / 'eval' / 'metrics.jsonl').items():
+    found[step] = line['loss'] / math.log(2)
   return found
 
 

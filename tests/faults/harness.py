@@ -23,6 +23,7 @@ from valkyrie.data import store_writer, vocabularies
 from valkyrie.data.selection import Selection
 from valkyrie.data.store_location import store_path
 from valkyrie.distributed.heartbeat import VARIABLE, address
+from valkyrie.monitoring.json_lines import by_step, read_lines
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BYTES = vocabularies.ByteVocabulary()
@@ -193,7 +194,9 @@ class Harness:
   def hashes(self, name: str) -> list[tuple[int, str]]:
     """(step, hash of the train state after it), in the order of execution."""
     path = self.folder / f'{name}.hashes'
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ''
+    complete, _, _ = text.rpartition('\n')  # the process may be writing the rest
+    lines = complete.splitlines()
     return [(int(step), digest) for step, digest in map(str.split, lines)]
 
   def difference(
@@ -213,8 +216,8 @@ class Harness:
     path = self.folder / name / 'metrics.jsonl'
     if not path.exists():  # it was not reached, or is in a directory of another name
       return None
-    lines = path.read_text().rpartition('\n')[0].splitlines()
-    steps, newest = {json.loads(line)['step'] for line in lines}, max(self.saved(name), default=0)
+    steps = set(by_step(path))
+    newest = max(self.saved(name), default=0)
     if missing := set(range(1, newest + 1)) - steps:
       return f'metrics.jsonl lacks steps {sorted(missing)}, and step {newest} is saved'
     return None
@@ -227,8 +230,7 @@ class Harness:
 
   def endings(self, name: str) -> list[dict]:
     """The lines that the supervisors of a run have written, one for each ended process."""
-    path = self.folder / name / 'supervise.jsonl'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(self.folder / name / 'supervise.jsonl')
 
   def saved(self, name: str) -> list[int]:
     """The saved steps in order."""
