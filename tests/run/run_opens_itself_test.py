@@ -273,6 +273,8 @@ def test_a_secret_is_asked_for_by_name(rewritten, start):
     ({'statements': {'S5.nothing': '1'}}, "S5 has no parameter 'nothing'"),
     ({'statements': {'x': 1}, 'written_by': 'me'}, "it was written by 'me'"),
     ({'statements': []}, 'is not the record of a configuration'),
+    ({'model_type': 'qwen3_5_text'}, 'holds weights, and is not the directory of a run'),
+    ({'format': 'valkyrie'}, 'holds weights, and is not the directory of a run'),
     ({'statements': {'train.train_steps': '__import__("os")'}}, 'is not the record'),
   ],
 )  # fmt: skip

@@ -68,6 +68,32 @@ def test_a_run_begins_where_another_ended_and_resumes_from_its_own(trained, tmp_
   assert 'loaded' not in said.out + said.err
 
 
+def test_a_run_without_steps_keeps_its_first_weights_for_other_run_modes(trained, tmp_path, capsys):
+  file, source = trained
+  weights = f"--gin.train.initial_weights='{source}'"
+  at_once = '--gin.train_steps=0'
+  capsys.readouterr()
+  assert start(file, tmp_path / 'kept', weights, at_once) == 0
+  said = capsys.readouterr().err
+  assert 'saved step 0' in said and 'compiling a step' not in said
+  before, after = tensors(source), tensors(tmp_path / 'kept')
+  for name, value in before.items():
+    np.testing.assert_array_equal(after[name], value, err_msg=name)
+  assert start(file, tmp_path / 'kept', weights, at_once) == 0
+  assert 'nothing to do: train_steps=0 are done' in capsys.readouterr().err
+  assert start(file, tmp_path / 'kept', at_once, '--run_mode=eval', '--follow') == 0
+  (evaluated,) = tiny_run.metrics(tmp_path / 'kept', 'eval_whole').values()
+  assert evaluated['step'] == 0 and evaluated['loss'] < 1.0
+  # It trains later, as a run does that takes its steps at once.
+  assert start(file, tmp_path / 'kept', weights, '--gin.train_steps=2') == 0
+  assert start(file, tmp_path / 'whole', weights, '--gin.train_steps=2') == 0
+  losses = [
+    [line['loss'] for line in tiny_run.metrics(tmp_path / name).values()]
+    for name in ('kept', 'whole')
+  ]
+  assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
 def test_weights_no_better_than_a_guess_are_refused(trained, tmp_path, capsys):
   _, source = trained
   tiny_run.write_stores(tmp_path / 'data', 'letters', 'xy')  # which it has never seen

@@ -70,6 +70,7 @@ def read_configuration(
   path = pathlib.Path(model_dir) / 'config.json'
   try:
     data = foreign.json_object(foreign.content(path))
+    _check_is_no_folder_of_weights(path.parent, data)
     if data['written_by'] != parse.WRITTEN_BY:
       raise ValueError(f'it was written by {data["written_by"]!r}')
     imports = [_statement(path, line) for line in data['imports']]
@@ -94,6 +95,16 @@ def read_configuration(
   for statement in imports:
     parse.check_import(statement, allowed)
   return imports + bindings
+
+
+def _check_is_no_folder_of_weights(folder: pathlib.Path, data: Mapping[str, Any]) -> None:
+  """Raises a ConfigurationError for an export, or a folder of another program."""
+  if 'format' in data or 'model_type' in data:
+    raise ConfigurationError(
+      f'{folder} holds weights, and is not the directory of a run. Begin a run with them: '
+      f'--gin.train.initial_weights=\'"{folder}"\' with --gin.train_steps=0 saves them as step 0 '
+      'of another --model_dir, for every run mode (docs/finetune.md).'
+    )
 
 
 def _as_data(text: str) -> dict[str, Any]:

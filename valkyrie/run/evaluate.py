@@ -12,7 +12,7 @@ import jax
 from valkyrie.checkpoint.manager import LATEST
 from valkyrie.checkpoint.steps import Steps, record, steps_of
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.ranges import PositiveInt
+from valkyrie.config.ranges import NonNegativeInt
 from valkyrie.errors import (
   ConfigurationError,
   StorageError,
@@ -52,7 +52,7 @@ def evaluate(
   partitioner: Callable[[], Partitioner],
   evaluator: Callable[..., Evaluator],
   settings: Callable[[], StepSettings] | None = None,
-  last_step: PositiveInt,
+  last_step: NonNegativeInt,
   cuts: Sequence[str] = (),
   name: str = '',
   step: str = LATEST,

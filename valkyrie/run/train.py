@@ -14,6 +14,7 @@ from valkyrie.checkpoint.manager import Checkpoints
 from valkyrie.config.computation import computation, may_change_on_resume
 from valkyrie.config.ranges import (
   Fraction,
+  NonNegativeInt,
   PositiveFloat,
   PositiveInt,
   PositiveInt64,
@@ -79,7 +80,7 @@ def train(
   preemption: Callable[[], Preemption] = Preemption,
   refused_steps: Callable[..., RefusedSteps] = RefusedSteps,
   # Lengths.
-  train_steps: PositiveInt,
+  train_steps: NonNegativeInt,
   log_every: LogSchedule,
   eval_every: PositiveInt64,
   checkpoint_every: PositiveInt64,
@@ -103,7 +104,8 @@ def train(
     model_dir: the directory of the run; docs/operations.md lists its files.
     settings, feed, evaluator, preemption, refused_steps: the classes of the parts.
     checkpoints: which steps are kept.
-    train_steps: optimizer steps in all, those before a resume included.
+    train_steps: optimizer steps in all, those before a resume included. With 0, the run saves its
+      first weights, initial or loaded, for the other run modes.
     log_every, eval_every, checkpoint_every: steps between these; the last step does all three.
       `log_every` can be pairs (first step, steps between two lines from this step on), such as
       ((1, 1), (100, 20)), which logs each of the first steps.
@@ -190,7 +192,10 @@ def train(
       )
       patiently(describe, checkpoints.patience, progress.say, passes=may_pass_when_opened)
     if done := run.done():
-      progress.say(f'nothing to do: {done}')
+      if directory.latest_step() is None:
+        directory.save_now(run.step, run.state, run.record())
+      else:
+        progress.say(f'nothing to do: {done}')
       return
 
     # Writers. They import their packages in threads while the steps are compiled.

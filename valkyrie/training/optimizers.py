@@ -84,7 +84,7 @@ class Optimizer:
     self,
     learning_rate: NonNegativeFloat,
     warmup_steps: NonNegativeInt,
-    train_steps: PositiveInt,
+    train_steps: NonNegativeInt,
     algorithm: Algorithm = optax.adamw,
     vector_algorithm: Algorithm = optax.adam,
     groups: Sequence[Group] | None = None,

@@ -112,7 +112,8 @@ def _restored(
     record = directory.latest_record()
     if record is None or number is None:
       raise ConfigurationError(
-        f'{model_dir} contains no checkpoint. Train there first, or pass the --model_dir of a run.'
+        f'{model_dir} contains no checkpoint. Train there first (--gin.train_steps=0 saves the '
+        'first weights), or pass the --model_dir of a run.'
       )
     trained_vocabulary = record.get('vocabulary')
     if trained_vocabulary != vocabulary.fingerprint:
