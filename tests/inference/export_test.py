@@ -79,9 +79,8 @@ def test_an_export_is_read_back_bit_for_bit(run, tmp_path, mixers, more):
   (tmp_path / 'back.gin').write_text(
     tiny_run.gin_text(tmp_path / 'data', mixers=mixers, more=plain)
   )
-  back = [f'--gin.train.initial_weights="{tmp_path / "out"}"', '--gin.train_steps=1']
-  back += ['--gin.InitialWeights.any_loss=True', '--gin.learning_rate=1e-30']
-  back += ['--gin.Optimizer.algorithm=@optax.sgd']
+  back = [f'--gin.train.initial_weights="{tmp_path / "out"}"', '--gin.train_steps=0']
+  back.append('--gin.InitialWeights.any_loss=True')
   gin.clear_config(clear_constants=True)
   arguments = [f'--gin_file={tmp_path / "back.gin"}', f'--model_dir={tmp_path / "back"}']
   assert main.main([*arguments, *back]) == 0

@@ -49,7 +49,7 @@ def read_run(model_dir: str | os.PathLike) -> Run:
   """Reads the files of a run; raises a ValkyrieError if there are none, or one cannot be read."""
   folder = pathlib.Path(model_dir)
   if not is_there(folder / 'metrics.jsonl'):
-    raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name the directory of a run.')
+    raise ConfigurationError(f'{model_dir} has no metrics.jsonl. Name a run that has taken steps.')
   lines = _lines(folder, 'metrics')
   evaluations = _lines(folder, 'eval/metrics')
   refused = _lines(folder, 'refused_steps')
