@@ -23,7 +23,6 @@ from valkyrie.config.ranges import (
   Limit,
   NonNegativeFloat,
   NonNegativeInt,
-  PositiveInt,
   check_fields,
   checked,
 )
