@@ -271,6 +271,12 @@ OTHER_RULES = (
 )
 
 
+def test_a_run_or_an_export_of_ours_is_no_folder_of_hugging_face(tmp_path):
+  (tmp_path / 'config.json').write_text('{"format": "valkyrie", "model": {}}')
+  with pytest.raises(ConfigurationError, match='train.initial_weights takes it as it is'):
+    huggingface.configuration(tmp_path)
+
+
 def test_a_model_of_another_type_is_read_as_its_refusal_advises(tmp_path):
   config, _ = write_llama(tmp_path / 'hf', files=2)
   model = model_of(config, tmp_path)

@@ -36,6 +36,11 @@ OF_THE_HUB = (
   'One of the hub gets a folder by `hf download OWNER/NAME --local-dir=FOLDER`, of the package '
   'huggingface_hub.'
 )
+_BY_RULES = (
+  'For another type whose layers Valkyrie has, write its model in gin, set train.initial_weights to '
+  'its .safetensors file or index instead of the folder, and name its tensors in '
+  'InitialWeights.rules: see "Names and rules" in docs/finetune.md.'
+)
 _DECODERS: tuple[ModelClass, ...] = (Llama(), Mistral(), Qwen3(), Gemma3Text())
 _HYBRIDS: tuple[ModelClass, ...] = (
   GatedDeltaNet(),
@@ -61,13 +66,17 @@ def configuration(folder: pathlib.Path) -> dict[str, Any]:
       f'{folder} has no config.json. Name the folder of a model. {OF_THE_HUB}'
     )
   found = read_json(file)
-  kind = found.get('model_type')
+  if 'model_type' not in found:
+    raise ConfigurationError(
+      f'{file} has no "model_type", as folders of Hugging Face have. If {folder} is a run or an '
+      'export of Valkyrie, train.initial_weights takes it as it is: the model of a run is in its '
+      f'config.gin, and that of an export in config.json under "model". {_BY_RULES}'
+    )
+  kind = found['model_type']
   if kind not in [*_CLASSES]:  # which may be of any type
     raise ConfigurationError(
       f'{file} is of a model of type {kind!r:.80}. Valkyrie reads {", ".join(_CLASSES)} by itself. '
-      'For another type whose layers Valkyrie has, write its model in gin, set '
-      'train.initial_weights to its .safetensors file or index instead of the folder, and name its '
-      'tensors in InitialWeights.rules: see "Names and rules" in docs/finetune.md.'
+      f'{_BY_RULES}'
     )
   return _CLASSES[kind].checked(file, found)
 
