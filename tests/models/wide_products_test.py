@@ -1,11 +1,12 @@
-"""The matrix product that accumulates in float32, and its backward pass."""
+"""Products that accumulate in float32, and their backward passes."""
 
 import jax
 from jax.extend import core as jexc
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from valkyrie.models.precision import matmul
+from valkyrie.models.precision import einsum, matmul
 
 
 def _product(w_dtype):
@@ -39,12 +40,36 @@ def test_gradients_of_wide_results_are_those_of_rounded_factors():
   np.testing.assert_allclose(d_w, np.einsum('btd,bte->de', rows, rounded), rtol=1e-5, atol=1e-5)
 
 
-def test_every_product_of_narrow_factors_has_narrow_factors():
+def test_an_einsum_has_the_gradients_of_rounded_factors():
+  keys = jax.random.split(jax.random.key(0), 3)
+  scores = jax.random.normal(keys[0], (2, 3, 5, 7), jnp.bfloat16)
+  values = jax.random.normal(keys[1], (2, 7, 4), jnp.bfloat16)
+  cotangent = jax.random.normal(keys[2], (2, 3, 5, 4))
+  equation = 'bhij,bjk->bhik'
+  y, pull_back = jax.vjp(lambda a, b: einsum(equation, a, b, jnp.float32), scores, values)
+  gradients = pull_back(cotangent)
+  a, b, rounded = (
+    np.asarray(array.astype(jnp.bfloat16), np.float64) for array in (scores, values, cotangent)
+  )
+  assert y.dtype == jnp.float32
+  np.testing.assert_allclose(y, np.einsum(equation, a, b), rtol=1e-5, atol=1e-5)
+  expected = np.einsum('bhik,bjk->bhij', rounded, b), np.einsum('bhij,bhik->bjk', a, rounded)
+  for gradient, value in zip(gradients, expected, strict=True):
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(gradient.astype(jnp.float32), value, rtol=2**-8, atol=1e-5)
+
+
+def _einsum(x, w, dtype):
+  return einsum('td,de->te', x, w, dtype)
+
+
+@pytest.mark.parametrize('product', [matmul, _einsum])
+def test_every_product_of_narrow_factors_has_narrow_factors(product):
   x = jnp.zeros((2, 8), jnp.bfloat16)
   w = jnp.zeros((8, 3), jnp.bfloat16)
 
   def loss(x, w):
-    return jnp.sum(jnp.sin(matmul(x, w, jnp.float32)))
+    return jnp.sum(jnp.sin(product(x, w, jnp.float32)))
 
   program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)
   dots = list(_dots(program.jaxpr))

@@ -1,4 +1,4 @@
-"""The dtypes of arithmetic, and the matrix product that accumulates in float32."""
+"""The dtypes of arithmetic, and products that accumulate in float32."""
 
 import functools
 from typing import Any
@@ -60,3 +60,37 @@ def _widened_backward(dtype, residuals, gradient):
 
 
 _widened.defvjp(_widened_forward, _widened_backward)
+
+
+def einsum(equation: str, a: Array, b: Array, out_dtype: DType) -> Array:
+  """The einsum of two arrays of one dtype, accumulated in `out_dtype`.
+
+  Each index of a factor is one of the other or of the results. The backward pass multiplies in the
+  dtype of the factors, see `_widened`.
+  """
+  if out_dtype == a.dtype:
+    return jnp.einsum(equation, a, b)
+  return _widened_einsum(equation, out_dtype, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _widened_einsum(equation: str, dtype: DType, a: Array, b: Array) -> Array:
+  return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+
+def _widened_einsum_forward(equation, dtype, a, b):
+  return _widened_einsum(equation, dtype, a, b), (a, b)
+
+
+def _widened_einsum_backward(equation, dtype, factors, gradient):
+  del dtype
+  a, b = factors
+  inputs, out_axes = equation.split('->')
+  a_axes, b_axes = inputs.split(',')
+  narrow = gradient.astype(a.dtype)
+  d_a = jnp.einsum(f'{out_axes},{b_axes}->{a_axes}', narrow, b)
+  d_b = jnp.einsum(f'{a_axes},{out_axes}->{b_axes}', a, narrow)
+  return d_a, d_b
+
+
+_widened_einsum.defvjp(_widened_einsum_forward, _widened_einsum_backward)

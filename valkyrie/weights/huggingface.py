@@ -37,8 +37,8 @@ OF_THE_HUB = (
   'huggingface_hub.'
 )
 _BY_RULES = (
-  'For another type whose layers Valkyrie has, write its model in gin, set train.initial_weights to '
-  'its .safetensors file or index instead of the folder, and name its tensors in '
+  'For another type whose layers Valkyrie has, write its model in gin, set train.initial_weights '
+  'to its .safetensors file or index instead of the folder, and name its tensors in '
   'InitialWeights.rules: see "Names and rules" in docs/finetune.md.'
 )
 _DECODERS: tuple[ModelClass, ...] = (Llama(), Mistral(), Qwen3(), Gemma3Text())

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models.layers import RMSNorm, parameter, project
-from valkyrie.models.precision import wide
+from valkyrie.models.precision import einsum, wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.sharded_scan import Piece, then
 from valkyrie.models.recurrence.time_constants import DecayingHeads
@@ -207,7 +207,7 @@ def ssd(
   heads = x.shape[2]
   narrow = x.dtype
   dtype = log_decay.dtype
-  dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
+  dot = functools.partial(einsum, out_dtype=dtype)
   count = -(-time // slice_size)
   size = -(-time // count)  # the last slice is padded the least
   x = cut(x, size)
@@ -286,7 +286,7 @@ def _within_slices(
 
   x and the result are [N, B, Q, H, K].
   """
-  dot = functools.partial(jnp.einsum, preferred_element_type=total.dtype)
+  dot = functools.partial(einsum, out_dtype=total.dtype)
   size = x.shape[2]
   order = jnp.tri(size, dtype=bool)
   same_document = document[..., :, None] == document[..., None, :]
