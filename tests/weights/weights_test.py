@@ -273,7 +273,7 @@ OTHER_RULES = (
 
 def test_a_run_or_an_export_of_ours_is_no_folder_of_hugging_face(tmp_path):
   (tmp_path / 'config.json').write_text('{"format": "valkyrie", "model": {}}')
-  with pytest.raises(ConfigurationError, match='train.initial_weights takes it as it is'):
+  with pytest.raises(ConfigurationError, match=r'train\.initial_weights takes it as it is'):
     huggingface.configuration(tmp_path)
 
 
