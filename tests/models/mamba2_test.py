@@ -105,6 +105,35 @@ def test_groups_of_heads_and_a_bias_of_the_convolution():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-9), found, expected)
 
 
+def test_gradients_in_bfloat16_are_those_of_float64_up_to_its_rounding():
+  """States and their gradients are stored in bfloat16, but summed in float32."""
+  random = np.random.default_rng(2)
+  x, b, c = (
+    jnp.asarray(np.float32(random.normal(size=(2, 13, *rest))), jnp.bfloat16)
+    for rest in ((HEADS, HEAD_WIDTH), (STATES,), (STATES,))
+  )
+  log_decay = np.float32(-0.2 * random.random((2, 13, HEADS)))
+  carry = np.float32(random.normal(size=(2, HEADS, STATES, HEAD_WIDTH)))
+  reset = np.zeros((2, 13), bool)
+  reset[0, [2, 6]] = True
+  weights = random.normal(size=(2, 13, HEADS, HEAD_WIDTH)), random.normal(size=carry.shape)
+
+  def loss(point):
+    x, log_decay, b, c, carry = point
+    out = ssd(x, log_decay, b, c, reset, carry, slice_size=4)
+    products = jax.tree.map(lambda w, o: jnp.sum(w.astype(o.dtype) * o), weights, out)
+    return sum(products)
+
+  point = x, log_decay, b, c, carry
+  gradients = jax.grad(loss)(point)
+  with jax.enable_x64(True):
+    expected = jax.grad(loss)(jax.tree.map(np.float64, point))
+  for gradient, start, value in zip(gradients, point, expected, strict=True):
+    assert gradient.dtype == start.dtype
+    error = np.linalg.norm(np.float64(gradient) - value) / np.linalg.norm(value)
+    assert 0 < error < 2**-7
+
+
 # Public report fla-org/flash-linear-attention#1142: lengths that a kernel's chunk does not divide.
 def test_the_gradient_is_that_of_the_equations():
   """Along random directions of parameters, inputs and carry, by central differences."""

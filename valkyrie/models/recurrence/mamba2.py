@@ -30,7 +30,7 @@ from valkyrie.models.recurrence.sharded_scan import Piece, then
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.models.slices import cut, join
 from valkyrie.sharding import sequence_parallel
-from valkyrie.types import Array
+from valkyrie.types import Array, DType
 
 
 @gin.configurable
@@ -237,8 +237,8 @@ def ssd(
     state = slices.state + to_end * first[None, None]
     slices = slices._replace(state=state)
   carried = jnp.swapaxes(carry, 1, 2)
-  before, after = _between_slices(slices, carried.astype(dtype))
-  before = before.astype(narrow).reshape(*states_shape)
+  before, after = _between_slices(slices, carried.astype(dtype), narrow)
+  before = before.reshape(*states_shape)
   from_before = dot('nbqp,nbpf->nbqf', c, before)
   from_before = from_before.reshape(x.shape)
 
@@ -338,24 +338,56 @@ def _sums(x: Array, starts: Array) -> tuple[Array, Array]:
   return sums, lost
 
 
-def _between_slices(slices: Piece, carry: Array) -> tuple[Array, Array]:
+def _between_slices(slices: Piece, carry: Array, dtype: DType) -> tuple[Array, Array]:
   """(the states before each slice [N, B, P, H, K], the state after the chunk [B, P, H, K])."""
-
-  def scan(state):
-    def step(before, piece):
-      after = piece.decay * before + piece.state
-      return after, before
-
-    return lax.scan(step, state, slices)
-
+  pass_states = functools.partial(_pass_states, dtype, slices.decay, slices.state)
   if not sequence_parallel.axes():
-    after, before = scan(carry)
-    return before, after
+    return pass_states(carry)
   known = sequence_parallel.select_first(carry, jnp.zeros_like(carry))
-  last, _ = scan(known)
+  _, last = pass_states(known)
   decay = jnp.prod(slices.decay, axis=0)
   piece = Piece(decay, last)
   entering = Piece(decay, carry)
   left, whole = sequence_parallel.device_prefix_scan(piece, then, entering)
-  _, before = scan(left.state)
+  before, _ = pass_states(left.state)
   return before, whole.state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pass_states(dtype: DType, decay: Array, states: Array, carry: Array) -> tuple[Array, Array]:
+  """(the states before each slice in `dtype`, the state after the last); sums keep `carry`'s.
+
+  What products read, here and in the backward pass, is stored in their dtype: the states are the
+  largest arrays of the layer. `_chunk_state` and `_state_passing` of state-spaces/mamba do so, too.
+  """
+
+  def step(before, piece):
+    decay, state = piece
+    after = decay * before + state
+    return after, before.astype(dtype)
+
+  after, before = lax.scan(step, carry, (decay, states))
+  return before, after
+
+
+def _pass_states_forward(dtype, decay, states, carry):
+  before, after = _pass_states(dtype, decay, states, carry)
+  return (before, after), (decay, before)
+
+
+def _pass_states_backward(dtype, residuals, gradients):
+  decay, before = residuals
+  d_before, d_last = gradients
+
+  def step(d_after, piece):
+    decay, before, d_before = piece
+    by_state = d_after * before
+    d_decay = jnp.sum(by_state, axis=(1, 3), keepdims=True)
+    return decay * d_after + d_before, (d_decay, d_after.astype(dtype))
+
+  pieces = decay, before, d_before
+  d_carry, (d_decay, d_states) = lax.scan(step, d_last, pieces, reverse=True)
+  return d_decay, d_states.astype(d_carry.dtype), d_carry
+
+
+_pass_states.defvjp(_pass_states_forward, _pass_states_backward)
