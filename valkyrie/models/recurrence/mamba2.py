@@ -15,6 +15,7 @@ the states pass, one for each slice.
 
 import dataclasses
 import functools
+from typing import Any
 
 import gin
 import jax
@@ -358,7 +359,7 @@ def _pass_states(dtype: DType, decay: Array, states: Array, carry: Array) -> tup
   """(the states before each slice in `dtype`, the state after the last); sums keep `carry`'s.
 
   What products read, here and in the backward pass, is stored in their dtype: the states are the
-  largest arrays of the layer. `_chunk_state` and `_state_passing` of state-spaces/mamba do so, too.
+  largest arrays of the layer. `ssd_state_passing.py` of state-spaces/mamba does so, too.
   """
 
   def step(before, piece):
@@ -371,8 +372,9 @@ def _pass_states(dtype: DType, decay: Array, states: Array, carry: Array) -> tup
 
 
 def _pass_states_forward(dtype, decay, states, carry):
-  before, after = _pass_states(dtype, decay, states, carry)
-  return (before, after), (decay, before)
+  results: Any = _pass_states(dtype, decay, states, carry)
+  before, _ = results
+  return results, (decay, before)
 
 
 def _pass_states_backward(dtype, residuals, gradients):
