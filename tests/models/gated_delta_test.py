@@ -334,6 +334,30 @@ def test_dtypes_under_bfloat16():
   assert np.linalg.norm(after.state - state) < 1e-2 * np.linalg.norm(state)
 
 
+@pytest.mark.invariant(8)
+def test_gradients_in_bfloat16_are_those_of_float64_up_to_its_rounding():
+  """States and their gradients are stored in bfloat16, but summed in float32."""
+  random = np.random.default_rng(3)
+  q, k, v, log_decay, beta, state = (np.float32(each) for each in rule_inputs(2, 16, 0.05))
+  narrow = jnp.asarray(v, jnp.bfloat16)
+  reset = np.zeros((2, 16), bool)
+  reset[0, [2, 9]] = True
+  weights = [np.float32(random.normal(size=array.shape)) for array in (v, state)]
+
+  def loss(point):
+    y, after = gated_delta.gated_delta_rule(*point, reset, slice_size=4)
+    return jnp.sum(weights[0] * y) + jnp.sum(weights[1] * after)
+
+  point = q, k, narrow, log_decay, beta, state
+  gradients = jax.jit(jax.grad(loss))(point)
+  with jax.enable_x64(True):
+    expected = jax.jit(jax.grad(loss))(tuple(np.float64(each) for each in point))
+  for gradient, start, value in zip(gradients, point, expected, strict=True):
+    assert gradient.dtype == start.dtype
+    error = np.linalg.norm(np.float64(gradient) - value) / np.linalg.norm(value)
+    assert 0 < error < 2**-6
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [

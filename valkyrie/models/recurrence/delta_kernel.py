@@ -61,7 +61,7 @@ def gated_delta_rule(
   return chunk_gdn2(
     q,
     k,
-    v,
+    v.astype(q.dtype),
     log_decay,
     beta,
     beta,

@@ -26,7 +26,6 @@ a slice is a mask on D and e, since a decay of zero has no logarithm; the state 
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import gin
 import haiku as hk
@@ -40,12 +39,12 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import kernel_choice, slices
 from valkyrie.models.layers import RMSNorm, project, projections
 from valkyrie.models.matrices import products
-from valkyrie.models.precision import wide
+from valkyrie.models.precision import einsum, wide
 from valkyrie.models.recurrence import delta_kernel
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
+from valkyrie.models.recurrence.delta_states import states_between
 from valkyrie.models.recurrence.lower_inverse import unit_lower_inverse
 from valkyrie.models.recurrence.time_constants import DecayingHeads
-from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 _HIGHEST = lax.Precision.HIGHEST  # an accelerator's default would add its rounding at every join
@@ -167,7 +166,6 @@ class GatedDeltaNet(DecayingHeads):
     beta = jnp.where(of_token, beta, 0)
     q = self._for_values(q)
     k = self._for_values(k)
-    v = v.astype(log_decay.dtype)
     starts = (positions == 0) & is_token
     first = self.first_state(carry.state)
     rule = functools.partial(gated_delta_rule, slice_size=self.slice_size, first=first)
@@ -234,7 +232,8 @@ def gated_delta_rule(
 
   Args:
     q, k: [B, T, H, K], keys of length 1.
-    v: [B, T, H, Z].
+    v: [B, T, H, Z], in the dtype of the factors of products, which are accumulated in float32. Only
+      the inverse has float32 factors.
     log_decay, beta: log α <= 0 and β in [0, 2], [B, T, H]; both 0 at padding.
     initial: [B, H, K, Z], the state before the chunk; like the one after, correct on device 0.
     reset: bool [B, T], true where the state before the token is replaced by zero.
@@ -248,14 +247,19 @@ def gated_delta_rule(
   def cut(x):  # [B, T, H, ...] -> [N, B, H, Q, ...]
     return jnp.swapaxes(slices.cut(x, size), 2, 3)
 
-  q = cut(q)
-  k = cut(k)
+  dtype = log_decay.dtype
+  narrow = v.dtype
+
+  def product(a, b, out_dtype=dtype):
+    return einsum('nbhij,nbhjk->nbhik', a.astype(narrow), b.astype(narrow), out_dtype)
+
+  q = cut(q.astype(narrow))
+  k = cut(k.astype(narrow))
   v = cut(v)
   log_decay = cut(log_decay)
   beta = cut(beta)
   reset = cut(reset[..., None])
   within, entering, growth = _decays(log_decay, reset)
-  values = v.shape[-1]
   across = jnp.swapaxes(k, -1, -2)
   if first is not None:  # a share is kept by the documents that start in the slice
     started = jnp.where(reset, jnp.exp(log_decay), 0)
@@ -263,38 +267,33 @@ def gated_delta_rule(
     first = first[None, None]
     v = v - kept * (k @ first)
 
-  # (I + L) U = β (V - e K S_0): solved for V and for e K at once, before S_0 is known.
+  # (I + L) U = β (V - e K S_0): solved for V and for e K, before S_0 is known.
   written_share = beta[..., None]
-  likeness = k @ across
+  likeness = product(k, across)
   lower = jnp.tril(written_share * within * likeness, -1)
   entering_keys = entering[..., None] * k
-  right = jnp.concatenate([v, entering_keys], axis=-1)
   inverse = unit_lower_inverse(lower)
-  solved = inverse @ (written_share * right)
-  solved_values = solved[..., :values]
-  solved_keys = solved[..., values:]
+  solved_values = product(inverse, written_share * v, narrow)
+  solved_keys = product(inverse, written_share * entering_keys, narrow)
   # The state after a slice is (1 + growth) S_0 + Kᵀ D U, with D to the slice's end.
   to_end = within[..., -1, :, None] * k
   to_end = jnp.swapaxes(to_end, -1, -2)
-  stored = to_end @ solved
-  identity = jnp.eye(k.shape[-1], dtype=k.dtype)
-  identity = identity[None, None, None]
-  growth = growth[..., None, None]
-  change = growth * identity - stored[..., values:]
-  starts = jnp.any(reset, axis=-1)
-  starts = starts[..., None, None]
-  written = stored[..., :values]
+  erased = product(to_end, solved_keys, narrow)
+  written = product(to_end, solved_values)
   if first is not None:
     written += kept[..., -1:, :] * first
-  effects = _Effect(starts, change, written)
-  states, after = _states(effects, initial.astype(v.dtype))
+  starts = jnp.any(reset, axis=-1)
+  starts = starts[..., None, None]
+  growth = jnp.where(starts, 0, growth[..., None, None])
+  erased = jnp.where(starts, 0, erased)
+  states, after = states_between(starts, growth, erased, written, initial.astype(dtype))
 
-  u = solved_values - solved_keys @ states
+  u = solved_values - product(solved_keys, states)
   entering_queries = entering[..., None] * q
-  from_before = entering_queries @ states
-  scores = q @ across
+  from_before = product(entering_queries, states)
+  scores = product(q, across)
   weights = within * scores
-  from_slice = weights @ u
+  from_slice = product(weights, u)
   y = from_before + from_slice
   if first is not None:
     y += (kept * q) @ first
@@ -332,46 +331,3 @@ def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
   of_slice = total[..., -1]
   growth = jnp.expm1(of_slice)
   return within, entering, growth
-
-
-class _Effect(NamedTuple):
-  """What a span of time makes of the state S before it: S + change S + state, or only `state`."""
-
-  starts: Array  # bool [..., 1, 1, 1]: a document starts in the span, so S is dropped
-  change: Array  # [..., H, K, K]
-  state: Array  # [..., H, K, Z]
-
-
-def _after(state: Array, effect: _Effect) -> Array:
-  """The state after a span."""
-  changed = effect.change @ state + effect.state
-  return jnp.where(effect.starts, effect.state, state + changed)
-
-
-def _then(first: _Effect, second: _Effect) -> _Effect:
-  """The effect of a span, then of the next one."""
-  starts = first.starts | second.starts
-  change = first.change + second.change + second.change @ first.change
-  state = _after(first.state, second)
-  return _Effect(starts, change, state)
-
-
-def _states(effects: _Effect, initial: Array) -> tuple[Array, Array]:
-  """(the state before each slice [N, B, H, K, Z], the state after the chunk); see the module."""
-
-  def step(state, effect):
-    return _after(state, effect), state
-
-  if not sequence_parallel.axes():
-    after, states = lax.scan(step, initial, effects)
-    return states, after
-
-  def compose(before, effect):
-    return _then(before, effect), before
-
-  nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), effects)
-  begin = sequence_parallel.select_first(initial, nothing.state)
-  before = nothing._replace(state=begin)
-  piece, reached = lax.scan(compose, before, effects)
-  before, ended = sequence_parallel.device_prefix_scan(piece, _then, nothing)
-  return _after(before.state[None], reached), ended.state
