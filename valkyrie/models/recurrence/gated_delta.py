@@ -228,7 +228,7 @@ def gated_delta_rule(
   slice_size: int,
   first: Array | None = None,
 ) -> tuple[Array, Array]:
-  """Reads a chunk, or this device's piece of one, in float32 -> (y [B, T, H, Z], the state after).
+  """(y [B, T, H, Z], the state after the chunk or this device's piece of one), both in float32.
 
   Args:
     q, k: [B, T, H, K], keys of length 1.
