@@ -16,6 +16,15 @@ from valkyrie.sharding import sequence_parallel
 from valkyrie.types import Array
 
 
+class SliceEffects(NamedTuple):
+  """What N slices make of the states before them, see the module."""
+
+  starts: Array  # bool [N, B, 1, 1, 1]: a document starts in the slice
+  growth: Array  # [N, B, H, 1, 1], 0 where one starts
+  erased: Array  # [N, B, H, K, K], 0 where one starts
+  written: Array  # [N, B, H, K, Z]
+
+
 class _Effect(NamedTuple):
   """What a span of time makes of the state S before it: S + change S + state, or only `state`."""
 
@@ -38,26 +47,17 @@ def _then(first: _Effect, second: _Effect) -> _Effect:
   return _Effect(starts, change, state)
 
 
-def states_between(
-  starts: Array,
-  growth: Array,
-  erased: Array,
-  written: Array,
-  initial: Array,
-) -> tuple[Array, Array]:
+def states_between(slices: SliceEffects, initial: Array) -> tuple[Array, Array]:
   """(the state before each slice [N, B, H, K, Z], the state after the chunk).
 
-  Args:
-    starts: bool [N, B, 1, 1, 1], whether a document starts in the slice.
-    growth, erased: [N, B, H, 1, 1] and [N, B, H, K, K], 0 where one starts.
-    written: [N, B, H, K, Z].
-    initial: [B, H, K, Z], the state before the chunk; like the one after, correct on device 0.
+  `initial` [B, H, K, Z] is the state before the chunk; like the one after, it is correct on
+  device 0.
   """
   if not sequence_parallel.axes():
-    return _pass_states(starts, growth, erased, written, initial)
-  identity = jnp.eye(erased.shape[-1], dtype=written.dtype)
-  change = growth * identity[None, None, None] - erased
-  effects = _Effect(starts, change, written)
+    return _pass_states(slices, initial)
+  identity = jnp.eye(slices.erased.shape[-1], dtype=slices.written.dtype)
+  change = slices.growth * identity[None, None, None] - slices.erased
+  effects = _Effect(slices.starts, change, slices.written)
 
   def compose(before, effect):
     return _then(before, effect), before
@@ -71,35 +71,27 @@ def states_between(
 
 
 @jax.custom_vjp
-def _pass_states(
-  starts: Array,
-  growth: Array,
-  erased: Array,
-  written: Array,
-  initial: Array,
-) -> tuple[Array, Array]:
+def _pass_states(slices: SliceEffects, initial: Array) -> tuple[Array, Array]:
   """`states_between` of one device, with states in the dtype of `erased`.
 
   The state is summed in the dtype of `written`. What products read, here and in the backward pass,
   is stored in that of `erased`: states and their gradients are the largest arrays of the layer.
   """
-  narrow = erased.dtype
 
-  def step(state, effect):
-    starts, growth, erased, written = effect
-    before = state.astype(narrow)
-    lost = jnp.matmul(erased, before, preferred_element_type=state.dtype)
-    after = state + (growth * state - lost + written)
-    return jnp.where(starts, written, after), before
+  def step(state, piece):
+    before = state.astype(piece.erased.dtype)
+    lost = jnp.matmul(piece.erased, before, preferred_element_type=state.dtype)
+    after = state + (piece.growth * state - lost + piece.written)
+    return jnp.where(piece.starts, piece.written, after), before
 
-  after, states = lax.scan(step, initial, (starts, growth, erased, written))
+  after, states = lax.scan(step, initial, slices)
   return states, after
 
 
-def _pass_states_forward(starts, growth, erased, written, initial):
-  results: Any = _pass_states(starts, growth, erased, written, initial)
+def _pass_states_forward(slices, initial):
+  results: Any = _pass_states(slices, initial)
   states, _ = results
-  return results, (starts, growth, erased, states)
+  return results, (slices.starts, slices.growth, slices.erased, states)
 
 
 def _pass_states_backward(residuals, gradients):
@@ -120,7 +112,9 @@ def _pass_states_backward(residuals, gradients):
   effects = starts, growth, erased, states, d_states
   d_initial, (d_growth, d_written) = lax.scan(step, d_last, effects, reverse=True)
   d_erased = -jnp.matmul(d_written, jnp.swapaxes(states, -1, -2))
-  return None, d_growth, d_erased, d_written.astype(d_initial.dtype), d_initial
+  d_starts: Any = None  # a bool has no gradient
+  d_slices = SliceEffects(d_starts, d_growth, d_erased, d_written.astype(d_initial.dtype))
+  return d_slices, d_initial
 
 
 _pass_states.defvjp(_pass_states_forward, _pass_states_backward)

@@ -42,7 +42,7 @@ from valkyrie.models.matrices import products
 from valkyrie.models.precision import einsum, wide
 from valkyrie.models.recurrence import delta_kernel
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
-from valkyrie.models.recurrence.delta_states import states_between
+from valkyrie.models.recurrence.delta_states import SliceEffects, states_between
 from valkyrie.models.recurrence.lower_inverse import unit_lower_inverse
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.types import Array
@@ -286,7 +286,8 @@ def gated_delta_rule(
   starts = starts[..., None, None]
   growth = jnp.where(starts, 0, growth[..., None, None])
   erased = jnp.where(starts, 0, erased)
-  states, after = states_between(starts, growth, erased, written, initial.astype(dtype))
+  effects = SliceEffects(starts, growth, erased, written)
+  states, after = states_between(effects, initial.astype(dtype))
 
   u = solved_values - product(solved_keys, states)
   entering_queries = entering[..., None] * q
