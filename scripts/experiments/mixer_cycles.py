@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   load_gin([flags.gin_file], bindings, modules=CONFIGURABLE_MODULES)
   make = gin.get_configurable(LanguageModel)
   device = topologies.devices(flags.topology)[0]
+  on_device = SingleDeviceSharding(device)
+  options = MixerOptions()
   with ambient.within(devices=[device]):
     about = language_model.transform(make).about
     blocks = language_model.asked(make, lambda model: model.blocks())
@@ -47,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = (1, flags.tokens, about.width)
     for name, mixer in mixers.items():
       rebuild = functools.partial(dataclasses.replace, mixer)
-      results = functools.partial(
-        kernel_choice.results, rebuild, shape, about.compute_dtype, MixerOptions()
-      )
-      compute = jax.jit(results, out_shardings=SingleDeviceSharding(device))
-      program = compute.lower().compile()
+      draw = functools.partial(kernel_choice.draw, rebuild, shape, about.compute_dtype, options)
+      inputs = jax.eval_shape(draw)
+      compute = functools.partial(kernel_choice.compute, rebuild, options)
+      # The inputs are arguments: where the program draws them, too, it chooses their layouts.
+      program = jax.jit(compute, out_shardings=on_device).lower(inputs).compile()
       works = work.list_work(hlo.parse(program.as_text() or ''))
       _print(name, works, flags.largest)
 

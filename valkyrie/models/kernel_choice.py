@@ -6,6 +6,7 @@ what the kernel computes, and a run uses a kernel only in pieces on which it was
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -57,6 +58,23 @@ def is_used(mixer: Any, time: int) -> bool:
   return why_not(mixer, time) is None
 
 
+class Inputs(NamedTuple):
+  """What a comparison reads: a mixer's parameters, a chunk, and what gradients begin with.
+
+  x, weights: [B, T, D]; the weights multiply outputs, and are zero at padding.
+  carry_weights: like the leaves of the carry that are no integers.
+  positions, segments: [B, T].
+  """
+
+  params: Any
+  x: Array
+  carry: Any
+  weights: Array
+  carry_weights: list[Array]
+  positions: Array
+  segments: Array
+
+
 def results(
   make: Callable[[], SequenceMixer],
   shape: tuple[int, int, int],
@@ -64,7 +82,19 @@ def results(
   options: MixerOptions,
   in_one_document: Array | bool = False,
 ) -> list[Array]:
-  """Outputs, carries and gradients of random x [B, T, D] = `shape`, in the mixer of `make`.
+  """`compute` of the inputs that `draw` draws."""
+  inputs = draw(make, shape, dtype, options, in_one_document)
+  return compute(make, options, inputs)
+
+
+def draw(
+  make: Callable[[], SequenceMixer],
+  shape: tuple[int, int, int],
+  dtype: DType,
+  options: MixerOptions,
+  in_one_document: Array | bool = False,
+) -> Inputs:
+  """Random inputs of the mixer of `make` for a chunk [B, T, D] = `shape`.
 
   Its rows go on in a document, begin another one, and end with padding; what was carried are tokens
   of several documents. Or all are in one document, of which a kernel may mask nothing.
@@ -73,14 +103,6 @@ def results(
   key = jax.random.key(0)
   carry_key, x_key, weights_key, after_key = jax.random.split(key, 4)
   positions, segments = _places(rows, time, in_one_document)
-
-  def read(x, carry):
-    mixer: Any = make()
-    configure(mixer, options)
-    y, after = mixer(x, carry, positions=positions, segment_ids=segments)
-    leaves = jax.tree.leaves(after)
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return y, floats
 
   def used(leaf):
     random = 1.5 + jax.random.normal(carry_key, leaf.shape)
@@ -92,24 +114,48 @@ def results(
   def initial_carry():
     return make().initial_carry(rows, dtype)
 
-  mixer = hk.transform(read)
   empty = hk.transform(initial_carry).apply({}, None)
   carry = jax.tree.map(used, empty)
   x = jax.random.normal(x_key, shape, dtype)
   weights = jax.random.normal(weights_key, shape, dtype)
   is_token = segments > 0
   weights = jnp.where(is_token[..., None], weights, 0)
-  params = mixer.init(carry_key, x, carry)
+  carry_weights = [jax.random.normal(after_key, leaf.shape, leaf.dtype) for leaf in _floats(carry)]
+  mixer = hk.transform(functools.partial(_read, make, options))
+  params = mixer.init(carry_key, x, carry, positions, segments)
+  return Inputs(params, x, carry, weights, carry_weights, positions, segments)
+
+
+def compute(
+  make: Callable[[], SequenceMixer],
+  options: MixerOptions,
+  inputs: Inputs,
+) -> list[Array]:
+  """Outputs, carries and gradients of the mixer of `make`, in float32."""
+  mixer = hk.transform(functools.partial(_read, make, options))
 
   def apply(params, x):
-    return mixer.apply(params, None, x, carry)
+    return mixer.apply(params, None, x, inputs.carry, inputs.positions, inputs.segments)
 
-  (y, after), pull_back = jax.vjp(apply, params, x)
-  outputs = jnp.where(weights == 0, 0, y)
-  after_weights = [jax.random.normal(after_key, leaf.shape, leaf.dtype) for leaf in after]
-  gradients = pull_back((weights, after_weights))
+  (y, after), pull_back = jax.vjp(apply, inputs.params, inputs.x)
+  outputs = jnp.where(inputs.weights == 0, 0, y)
+  gradients = pull_back((inputs.weights, inputs.carry_weights))
   arrays = jax.tree.leaves((outputs, after, gradients))
   return [array.astype(jnp.float32) for array in arrays]
+
+
+def _read(make, options, x, carry, positions, segments):
+  """(the outputs, the floats of the carry after the chunk) of a mixer with these options."""
+  mixer: Any = make()
+  configure(mixer, options)
+  y, after = mixer(x, carry, positions=positions, segment_ids=segments)
+  return y, _floats(after)
+
+
+def _floats(carry: Any) -> list[Array]:
+  """The leaves of a carry that have gradients."""
+  leaves = jax.tree.leaves(carry)
+  return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def _places(rows: int, time: int, in_one_document: Array | bool) -> tuple[Array, Array]:
