@@ -7,7 +7,7 @@ import haiku as hk
 from jax import lax
 import jax.numpy as jnp
 
-from valkyrie.models.layers import Module, parameter
+from valkyrie.models.layers import Module, broadcast, parameter
 from valkyrie.sharding import sequence_parallel
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, Carry, DType
@@ -66,11 +66,11 @@ class CausalConvolution(Module):
     for lag, earlier in enumerate(shifted):
       is_inside = positions[..., None] >= lag
       read = jnp.where(is_inside, earlier, 0)
-      y += weights[lag, None, None] * read
+      y += broadcast(weights[lag], x) * read
     if self.bias:
       bias = parameter('bias', (width,), init, axes=(channel_axis,), cast=x.dtype)
       bias = bias.astype(x.dtype)
-      y += bias[None, None]
+      y += broadcast(bias, y)
     return y, tail
 
 

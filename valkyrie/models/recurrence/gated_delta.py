@@ -37,7 +37,7 @@ import numpy as np
 from valkyrie.config.ranges import Fraction, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import kernel_choice, slices
-from valkyrie.models.layers import RMSNorm, project, projections
+from valkyrie.models.layers import RMSNorm, broadcast, project, projections
 from valkyrie.models.matrices import products
 from valkyrie.models.precision import einsum, wide
 from valkyrie.models.recurrence import delta_kernel
@@ -198,10 +198,10 @@ class GatedDeltaNet(DecayingHeads):
     widths = {'step': self._value_heads, 'beta': self._value_heads}
     weights = projections(x, ('embed', None), **widths)
     step, beta = products(x, weights, out_dtype=wide(x.dtype))
-    biased = step + step_bias[None, None]
+    biased = step + broadcast(step_bias, step)
     step = jax.nn.softplus(biased)
     rate = jnp.exp(log_rate)
-    log_decay = -rate[None, None] * step
+    log_decay = -broadcast(rate, step) * step
     write = WRITE_GATES[self.write_gate]
     return log_decay, write(beta)
 

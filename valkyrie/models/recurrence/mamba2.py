@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.errors import ConfigurationError
-from valkyrie.models.layers import RMSNorm, parameter, project
+from valkyrie.models.layers import RMSNorm, broadcast, parameter, project
 from valkyrie.models.precision import einsum, wide
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.sharded_scan import Piece, then
@@ -101,17 +101,17 @@ class Mamba2(DecayingHeads):
 
     log_rate, step_bias = self._rates_and_steps()
     skip = parameter('skip', (self.heads,), jnp.ones, axes=('norm',))
-    biased = dt.astype(dtype) + step_bias[None, None]
+    biased = dt.astype(dtype) + broadcast(step_bias, dt)
     dt = jax.nn.softplus(biased)
     # A step of length zero changes no state.
     dt = jnp.where(is_token[..., None], dt, 0)
     stepped = dt[..., None] * inner
     stepped = stepped.astype(x.dtype)
     rate = jnp.exp(log_rate)
-    log_decay = -rate[None, None] * dt
+    log_decay = -broadcast(rate, dt) * dt
     starts = (positions == 0) & is_token
     y, state = self._read(stepped, log_decay, b, c, starts, carry.state)
-    y += skip[None, None, :, None] * inner
+    y += broadcast(skip, dt)[..., None] * inner
     y = y.reshape(z.shape)
     gate = jax.nn.silu(z.astype(dtype))
     normed = RMSNorm()(y * gate, self.groups)

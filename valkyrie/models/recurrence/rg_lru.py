@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from valkyrie.config.ranges import PositiveFloat, PositiveInt
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models.declarations import Declared
-from valkyrie.models.layers import Module, parameter
+from valkyrie.models.layers import Module, broadcast, parameter
 from valkyrie.models.precision import wide
 from valkyrie.models.recurrence import scan, sharded_scan
 from valkyrie.models.recurrence.time_constants import check_time_constants, inverse_softplus, root
@@ -101,7 +101,7 @@ class RGLRU(Module):
     x_over_time = jnp.swapaxes(x, 0, 1)
     recurrence_gate, input_gate = self._gates(x_over_time)
     rate = parameter('lambda', (self.width,), self._lambda_init, axes=('state',))
-    token_rate = jax.nn.softplus(rate)[None, None]
+    token_rate = broadcast(jax.nn.softplus(rate), recurrence_gate)
     log_decay = -_C * token_rate * recurrence_gate
     wide_x = x_over_time.astype(wide(x.dtype))
     input_gain = gain(log_decay, reset)
@@ -135,7 +135,7 @@ class RGLRU(Module):
     driven = jnp.split(products, 2, axis=-1)
     activated = []
     for product, bias in zip(driven, biases, strict=True):
-      logits = product.reshape(x.shape) + bias[None, None]
+      logits = product.reshape(x.shape) + broadcast(bias, x)
       gate = jax.nn.sigmoid(logits)
       activated.append(gate)
     return activated

@@ -24,6 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from valkyrie.models.layers import broadcast
 from valkyrie.models.matrices import Layout, Matrix, unchanged
 from valkyrie.models.precision import matmul, wide
 from valkyrie.models.recurrence import scan, sharded_scan
@@ -139,9 +140,9 @@ def discretized(
   if log_factor is None:
     step = jnp.exp(log_step)
   else:
-    log_steps = log_step[None, None] + log_factor
+    log_steps = broadcast(log_step, log_factor) + log_factor
     step = jax.nn.softplus(log_steps)
-    eigenvalues = eigenvalues.map(_over_tokens)
+    eigenvalues = eigenvalues.map(lambda part: broadcast(part, log_factor))
   discretize = DISCRETIZATIONS[method]
   return discretize(eigenvalues, step_rescale * step)
 
@@ -186,7 +187,7 @@ def read_chunk(
     imaginary = jnp.concatenate([states.im, backwards.im], axis=-1)
     states = Complex(real, imaginary)
   y = _outputs(system.c, conj_sym, states)
-  skip = _over_tokens(system.d) * u.astype(y.dtype)
+  skip = broadcast(system.d, u) * u.astype(y.dtype)
   return y + skip, after
 
 
@@ -280,15 +281,10 @@ def _from_pairs(pairs: Array) -> Complex:
   return Complex(real, imaginary)
 
 
-def _over_tokens(x: Array) -> Array:
-  """[P] -> [1, 1, P]."""
-  return x[None, None]
-
-
 def _scaled_pairs(gain: Number, pairs: Array) -> Array:
   """Pairs [B, T, 2P] times the gain [P]."""
-  token_gain = jax.tree.map(_over_tokens, gain)
   states = _from_pairs(pairs)
+  token_gain = jax.tree.map(lambda part: broadcast(part, states.re), gain)
   scaled = _scaled(token_gain, states)
   return jnp.concatenate(scaled, axis=-1)
 
