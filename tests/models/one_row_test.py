@@ -26,7 +26,7 @@ def _sums(jaxpr):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_gradients_by_channel_are_sums_of_arrays_without_an_axis_of_one_row(name):
-  """On a CPU, XLA takes 25 times as long to sum [1, T, F] over its tokens as [T, F]."""
+  """On a CPU, XLA can take 25 times as long to sum [1, T, F] over its tokens as [T, F]."""
   make = platforms_test.MIXERS[name]
 
   def read(x, carry, positions, segments):

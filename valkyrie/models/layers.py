@@ -45,7 +45,7 @@ def broadcast(w: Array, x: Array) -> Array:
   """A parameter w along the leading axes of x, whose last axes are those of w.
 
   Its gradient is a sum over these axes. Those of one element, such as a batch of one row, are left
-  out: on a CPU, XLA takes 25 times as long to sum [1, T, F] over its tokens as [T, F].
+  out: on a CPU, XLA can take 25 times as long to sum [1, T, F] over its tokens as [T, F].
   """
   leading = x.shape[: x.ndim - w.ndim]
   summed = [size for size in leading if size != 1]
