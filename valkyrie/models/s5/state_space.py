@@ -47,8 +47,9 @@ class StateSpace(NamedTuple):
 def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
   """(exp(z) - 1, exp(Re z) - 1) for z = ΛΔ."""
   # exp(a + iθ) - 1 without a difference of close numbers: 1 - cos θ = 2 sin²(θ/2), `turned`.
-  shrink = jnp.expm1(eigenvalues.re * step)
-  half = eigenvalues.im * step / 2
+  z = _times(eigenvalues, step)
+  shrink = jnp.expm1(z.re)
+  half = z.im / 2
   sine = jnp.sin(half)
   cosine = jnp.cos(half)
   turned = 2 * sine * sine
@@ -56,6 +57,11 @@ def _exponential(eigenvalues: Complex, step: Array) -> tuple[Complex, Array]:
   radius = shrink + 1
   imaginary = radius * 2 * sine * cosine
   return Complex(real, imaginary), shrink
+
+
+def _times(eigenvalues: Complex, step: Array) -> Complex:
+  """ΛΔ of eigenvalues [P] and steps [P] or [T, B, P]."""
+  return eigenvalues.map(lambda part: broadcast(part, step) * step)
 
 
 def _square(z: Complex) -> Array:
@@ -75,12 +81,13 @@ def _reciprocal(z: Complex) -> Complex:
 
 def _zoh(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
   growth, _ = _exponential(eigenvalues, step)
-  gain = growth * _reciprocal(eigenvalues)
+  inverse = _reciprocal(eigenvalues)
+  gain = growth * inverse.map(lambda part: broadcast(part, step))
   return growth, gain
 
 
 def _bilinear(eigenvalues: Complex, step: Array) -> tuple[Complex, Number]:
-  z = eigenvalues.map(lambda part: part * step)
+  z = _times(eigenvalues, step)
   half_real = z.re / 2
   half_imaginary = z.im / 2
   denominator = Complex(1 - half_real, -half_imaginary)
@@ -142,7 +149,6 @@ def discretized(
   else:
     log_steps = broadcast(log_step, log_factor) + log_factor
     step = jax.nn.softplus(log_steps)
-    eigenvalues = eigenvalues.map(lambda part: broadcast(part, log_factor))
   discretize = DISCRETIZATIONS[method]
   return discretize(eigenvalues, step_rescale * step)
 
