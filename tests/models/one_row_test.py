@@ -2,8 +2,8 @@
 
 import haiku as hk
 import jax
-from jax.extend import core as jexc
 import jax.numpy as jnp
+from jaxprs import equations
 import numpy as np
 import platforms_test
 import pytest
@@ -13,15 +13,6 @@ from valkyrie.models.layers import RMSNorm, broadcast
 TIME = 16
 WIDTH = platforms_test.WIDTH
 NAMES = [name for name in platforms_test.MIXERS if platforms_test.takes('cpu', name)]
-
-
-def _sums(jaxpr):
-  """The shapes and axes of all sums of a program, also those of programs inside it."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == 'reduce_sum':
-      yield equation.invars[0].aval.shape, equation.params['axes']
-    for inner in jexc.jaxprs_in_params(equation.params):
-      yield from _sums(inner)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -46,9 +37,11 @@ def test_gradients_by_channel_are_sums_of_arrays_without_an_axis_of_one_row(name
     return jnp.sum(y.reshape(TIME, WIDTH) ** 2)
 
   jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
-  sums = list(_sums(jaxpr))
+  sums = [equation for equation in equations(jaxpr) if equation.primitive.name == 'reduce_sum']
   assert sums
-  for shape, axes in sums:
+  for equation in sums:
+    shape = equation.invars[0].aval.shape
+    axes = equation.params['axes']
     if shape[:2] == (1, TIME) and len(shape) - 1 not in axes:
       assert 1 not in axes, f'[1, T, ..] = {list(shape)} is summed over its tokens'
 

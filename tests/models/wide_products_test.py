@@ -1,8 +1,8 @@
 """Products that accumulate in float32, and their backward passes."""
 
 import jax
-from jax.extend import core as jexc
 import jax.numpy as jnp
+from jaxprs import equations
 import numpy as np
 import pytest
 
@@ -17,15 +17,6 @@ def _product(w_dtype):
   cotangent = jax.random.normal(keys[2], (2, 5, 3))
   y, pull_back = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x, w)
   return (x, w), y, pull_back(cotangent), cotangent
-
-
-def _dots(jaxpr):
-  """All matrix products of a program, also those of programs inside it."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == 'dot_general':
-      yield equation
-    for inner in jexc.jaxprs_in_params(equation.params):
-      yield from _dots(inner)
 
 
 def test_gradients_of_wide_results_are_those_of_rounded_factors():
@@ -72,7 +63,9 @@ def test_every_product_of_narrow_factors_has_narrow_factors(product):
     return jnp.sum(jnp.sin(product(x, w, jnp.float32)))
 
   program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)
-  dots = list(_dots(program.jaxpr))
+  dots = [
+    equation for equation in equations(program.jaxpr) if equation.primitive.name == 'dot_general'
+  ]
   assert len(dots) == 3
   for dot in dots:
     assert {factor.aval.dtype for factor in dot.invars} == {jnp.dtype(jnp.bfloat16)}
