@@ -183,6 +183,9 @@ def test_it_continues_after_a_stop_and_leaves_out_what_fails(common, tmp_path, c
   assert compare.main([*arguments, '--seeds=0']) == 1
   said = capsys.readouterr()
   assert said.err.count('broken is left out: exit code 3') == 1
+  _, command = said.err.split('when the trial is done:\n  ')
+  *_, last_flag = shlex.split(command.splitlines()[0])
+  assert last_flag == f'--model_dir={tmp_path}/results/broken/tokens=640,seed=0'
   assert 'stopped is ahead of sound by 0.500 bits per byte with one seed' in said.out
   assert '| broken' not in said.out
   trial = 'stopped/tokens=640,seed=0 of 10'

@@ -214,7 +214,11 @@ def train(trial: Trial) -> Run | None:
     if code:
       lines = log.read_text(errors='replace').splitlines()
       end = '\n  '.join(lines[-5:])
-      raise Failed(f'exit code {code}. The end of {log}:\n  {end}')
+      raise Failed(
+        f'exit code {code}. The end of {log}:\n  {end}\n'
+        'If these lines advise a flag, add it to the command of the trial, and run the comparison '
+        f'again when the trial is done:\n  {shlex.join(command)}'
+      )
     run = recorded(trial)
     if run:
       return run
