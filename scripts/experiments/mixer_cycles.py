@@ -12,7 +12,6 @@ instructions that cost most are printed with their executions, cycles and bytes.
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-import dataclasses
 import functools
 
 from bench_runs import with_bindings
@@ -27,6 +26,7 @@ from valkyrie.models import kernel_choice, language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import MixerOptions
 from valkyrie.sharding import ambient
+from valkyrie.training.setup import make_mixer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,10 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
   with ambient.within(devices=[device]):
     about = language_model.transform(make).about
     blocks = language_model.asked(make, lambda model: model.blocks())
-    mixers = {type(mixer).__name__: mixer for block in blocks for mixer in block.mixers}
+    places = {}
+    for number, block in enumerate(blocks):
+      for place, mixer in enumerate(block.mixers):
+        places[type(mixer).__name__] = (number, place)
     shape = (1, flags.tokens, about.width)
-    for name, mixer in mixers.items():
-      rebuild = functools.partial(dataclasses.replace, mixer)
+    for name, (number, place) in places.items():
+      rebuild = functools.partial(make_mixer, make, number, place)
       draw = functools.partial(kernel_choice.draw, rebuild, shape, about.compute_dtype, options)
       inputs = jax.eval_shape(draw)
       compute = functools.partial(kernel_choice.compute, rebuild, options)

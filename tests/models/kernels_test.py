@@ -256,22 +256,25 @@ def test_without_a_kernel_a_run_prefers_the_plain_form_or_ends(tmp_path):
     agreeing_lengths(setup(tmp_path, 'interpret', '--gin.chunk_size=96'), said.append)
 
 
-def test_the_kernel_of_a_recurrence_is_compared_inside_of_the_mixer_around_it(tmp_path):
+@pytest.mark.parametrize('scope', ['', 'recurrent/'])
+def test_the_kernel_of_a_recurrence_is_compared_inside_of_the_mixer_around_it(tmp_path, scope):
+  """The mixer that is compared has the bindings of its block's scope, as the mixer of the run."""
   said = []
   text = (
-    '--gin.Block.mixers=(@GatedRecurrence,)',
-    '--gin.GatedRecurrence.recurrence=@S5',
-    '--gin.GatedRecurrence.width=32',
-    '--gin.S5.state_size=8',
-    "--gin.S5.activation='linear'",
+    f'--gin.LanguageModel.pattern=(@{scope}Block,)',
+    f'--gin.{scope}Block.mixers=(@GatedRecurrence,)',
+    f'--gin.{scope}GatedRecurrence.recurrence=@S5',
+    f'--gin.{scope}GatedRecurrence.width=32',
+    f'--gin.{scope}S5.state_size=8',
+    f"--gin.{scope}S5.activation='linear'",
   )
-  run = setup(tmp_path, None, *text, "--gin.S5.kernels='interpret'")
+  run = setup(tmp_path, None, *text, f"--gin.{scope}S5.kernels='interpret'")
   agreed = agreeing_lengths(run, said.append)
   assert agreed == {('S5', 128)} and said[0].startswith('S5.kernels: ')
   assert 'pallas_call' in str(run.with_kernels(agreed).trace(run.curriculum.phases[0]).jaxpr)
   found = 'the kernels are for GPUs, and this program for a CPU'
   with pytest.raises(ConfigurationError, match=f"S5.kernels='require': {found}"):
-    agreeing_lengths(setup(tmp_path, None, *text, "--gin.S5.kernels='require'"), said.append)
+    agreeing_lengths(setup(tmp_path, None, *text, f"--gin.{scope}S5.kernels='require'"), said.append)
 
 
 @pytest.mark.parametrize(

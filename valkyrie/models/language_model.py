@@ -131,7 +131,8 @@ class LanguageModel(Module):
     cuts = ()
     if self._sites is not None:
       cuts = self._sites.cuts(self.layers, length)
-    self._below, self._above = divided(self.repeats, cuts), []
+    self._below = divided(self.repeats, cuts)
+    self._above = []
     if self.insert is not None:
       self._below, self._above = around_insert(self.repeats)
 

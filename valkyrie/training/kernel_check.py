@@ -1,9 +1,7 @@
 """Kernels that a run asks for, compared with the plain forms on its own devices."""
 
 from collections.abc import Callable, Iterator
-import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ from valkyrie.errors import ConfigurationError, Disagreement, reason_of
 from valkyrie.models import kernel_choice, language_model
 from valkyrie.models.layers import MixerOptions
 from valkyrie.sharding import ambient
-from valkyrie.training.setup import Setup
+from valkyrie.training.setup import Setup, make_mixer
 from valkyrie.types import Array
 
 
@@ -24,21 +22,22 @@ def kernel_results(
 
   The results are those of the block's mixer, which may be one around the mixer that asks.
   """
-  blocks = language_model.asked(setup.settings.model, lambda model: model.blocks())
+  make = setup.settings.model
+  blocks = language_model.asked(make, lambda model: model.blocks())
   about = setup.model.about
   row_parts = setup.partitioner.parts_of('batch')
   time_parts = setup.partitioner.parts_of('time')
   rows = setup.settings.batch_size // row_parts // setup.settings.micro_batches
-  mixers = list(itertools.chain.from_iterable(block.mixers for block in blocks))
   times = {phase.chunk_size // time_parts for phase in setup.curriculum.phases}
   for time in sorted(times):
-    for mixer in mixers:
-      asking = getattr(mixer, 'inner', mixer)
-      if getattr(asking, 'kernels', None):
-        shape = (rows, time, about.width)
-        rebuild = functools.partial(dataclasses.replace, mixer)
-        results = functools.partial(kernel_choice.results, rebuild, shape, about.compute_dtype)
-        yield asking, shape, results
+    shape = (rows, time, about.width)
+    for number, block in enumerate(blocks):
+      for place, mixer in enumerate(block.mixers):
+        asking = getattr(mixer, 'inner', mixer)
+        if getattr(asking, 'kernels', None):
+          rebuild = functools.partial(make_mixer, make, number, place)
+          results = functools.partial(kernel_choice.results, rebuild, shape, about.compute_dtype)
+          yield asking, shape, results
 
 
 def asked_lengths(setup: Setup) -> set[tuple[str, int]]:
@@ -105,21 +104,19 @@ def _compared(
   """(How far the kernel is from the plain form, why that is too far or '')."""
   rows, time, _ = shape
   by_kernel = MixerOptions(kernel_lengths={pair})
-  try:
-    compute_plain = jax.jit(functools.partial(results, MixerOptions()))
-    compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
-
-    def distance(in_one_document):
-      plain = compute_plain(in_one_document)
-      kernel = compute_by_kernel(in_one_document)
-      parts = jax.tree.map(_distance, kernel, plain)
-      return jnp.max(jnp.stack(parts))
-
-    distances = [distance(False), distance(True)]
-    apart = float(jnp.max(jnp.stack(distances)))  # NaN, if one is
-  except Exception as failure:
-    first, _, _ = reason_of(failure).partition('\n')
-    return '', f'it fails ({first})'
+  compute_plain = jax.jit(functools.partial(results, MixerOptions()))
+  compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
+  distances = []
+  for in_one_document in (False, True):
+    plain = compute_plain(in_one_document)
+    try:
+      kernel = jax.block_until_ready(compute_by_kernel(in_one_document))
+    except Exception as failure:
+      first, _, _ = reason_of(failure).partition('\n')
+      return '', f'it fails ({first})'
+    parts = jax.tree.map(_distance, kernel, plain)
+    distances.append(jnp.max(jnp.stack(parts)))
+  apart = float(jnp.max(jnp.stack(distances)))  # NaN, if one is
   finding = f'{apart:.2g} of the norm from the plain form, on {rows} x {time:,} tokens'
   if not apart <= bound:  # NaN is neither
     return finding, f'{finding}, more than {bound:.2g}'

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 import dataclasses
 import functools
-from typing import Annotated, Any
+from typing import Annotated
 
 import gin
 import jax
@@ -27,7 +27,7 @@ from valkyrie.training.optimizers import Optimizer
 from valkyrie.training.spikes import LossSpikes
 from valkyrie.training.train_state import TrainState, initial_state, state_axes
 from valkyrie.training.train_step import make_train_step
-from valkyrie.types import Batch, Carry, TaskFeed
+from valkyrie.types import Batch, Carry, SequenceMixer, TaskFeed
 
 
 @gin.configurable
@@ -352,6 +352,15 @@ def check_documents(model: Model, feed: TaskFeed) -> None:
     )
 
 
+def make_mixer(make: Callable[..., LanguageModel], block: int, place: int) -> SequenceMixer:
+  """A new mixer of a block of the pattern of the module that `make` builds.
+
+  It is made within its block: bindings of the scopes of the model and of the block apply.
+  """
+  blocks = make(name='model').blocks()
+  return blocks[block].mixers[place]
+
+
 def check_mixers(model: Callable[..., LanguageModel]) -> None:
   """Checks the mixers that are not of this package, whose tests check its own; see `check_mixer`.
 
@@ -365,16 +374,11 @@ def check_mixers(model: Callable[..., LanguageModel]) -> None:
       kinds.append(kinds_of_block)
     return one.d_model, kinds
 
-  def make(row: int, column: int) -> Any:
-    # Within its block, so that the bindings of the block's scope apply.
-    blocks = model(name='model').blocks()
-    return blocks[row].mixers[column]
-
   width, kinds = language_model.asked(model, made)
   for row, kinds_of_block in enumerate(kinds):
     for column, kind in enumerate(kinds_of_block):
       package, _, _ = kind.__module__.partition('.')
       if package != 'valkyrie':
-        make_mixer = functools.partial(make, row, column)
-        named = functools.update_wrapper(make_mixer, kind, updated=())
+        rebuild = functools.partial(make_mixer, model, row, column)
+        named = functools.update_wrapper(rebuild, kind, updated=())
         check_mixer(named, width)
