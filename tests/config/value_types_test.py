@@ -94,11 +94,28 @@ def test_a_part_that_fits_is_accepted(binding):
   load(binding)
 
 
-# Numbers that the program gives, and those that have a check of their own.
-NOT_SET_BY_PEOPLE = {
-  'RefusedSteps.skipped', 'TokenConsistency.rows', 'Partitioner.mesh', 'Sites.components',
-  'Distillation.match', 'InitialWeights.step', 'create_writers.begin',
-  'LanguageModel.kernel_lengths',
+@pytest.mark.parametrize(
+  'binding',
+  [
+    'GatedMLP.dropout=0.5',
+    'SquaredReLUMLP.width=8',
+    'Evaluator.terms=()',
+    'RefusedSteps.skipped=3',
+    "create_writers.name='mine'",
+    'LanguageModel.kernel_lengths=()',
+  ],
+)
+def test_what_the_program_gives_cannot_be_bound(binding):
+  """A binding of it would have no effect."""
+  name = binding.partition('=')[0].partition('.')[2]
+  with pytest.raises(ConfigurationError, match=f"has no parameter '{name}' to bind"):
+    load(binding)
+
+
+# Numbers that have a check of their own.
+OTHERWISE_CHECKED = {
+  'TokenConsistency.rows', 'Partitioner.mesh', 'Sites.components', 'Distillation.match',
+  'InitialWeights.step',
 }  # fmt: skip
 ZERO = {
   'seed', 'warmup_steps', 'keep_best', 'bad_documents', 'allowed', 'registers', 'document_start',
@@ -143,7 +160,7 @@ SEVERAL = {'devices', 'dilations', 'depths', 'lengths', 'orders', 'profile_steps
 
 
 def numbers():
-  """{name of a parameter of Valkyrie that takes numbers: its inspect.Parameter}."""
+  """{name of a parameter of Valkyrie that people can bind to numbers: its inspect.Parameter}."""
   for module in main.CONFIGURABLE_MODULES:
     importlib.import_module(module)
   return {
@@ -151,7 +168,8 @@ def numbers():
     for selector, configurable in gin_config._REGISTRY.items()
     if configurable.wrapped.__module__.startswith('valkyrie.')
     for name, parameter in check.parameters_of(configurable.wrapped).items()
-    if re.search(r'\b(int|float)\b', str(parameter.annotation))
+    if name not in (configurable.denylist or ())
+    and re.search(r'\b(int|float)\b', str(parameter.annotation))
     and 'Callable' not in str(parameter.annotation)
   }
 
@@ -171,7 +189,7 @@ def test_every_number_has_a_range():
   without = {
     name for name, parameter in numbers().items() if not ranges.range_in(parameter.annotation)[1]
   }
-  assert without == NOT_SET_BY_PEOPLE
+  assert without == OTHERWISE_CHECKED
 
 
 @pytest.mark.parametrize(
@@ -180,7 +198,7 @@ def test_every_number_has_a_range():
 )
 def test_numbers_without_sense_are_refused(value):
   gin.clear_config(clear_constants=True)
-  known = {name: p for name, p in numbers().items() if name not in NOT_SET_BY_PEOPLE}
+  known = {name: p for name, p in numbers().items() if name not in OTHERWISE_CHECKED}
   assert len(known) > 90
   expected = set()
   for name, parameter in known.items():

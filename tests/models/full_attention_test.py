@@ -1,6 +1,7 @@
 """Full attention through many chunks: its definition, its gradient, and what slides."""
 
 import functools
+import types
 
 import dense_attention
 import haiku as hk
@@ -13,7 +14,7 @@ import pytest
 
 from valkyrie.errors import ConfigurationError
 from valkyrie.lab.certificates import collectives, hlo, work
-from valkyrie.models import slices
+from valkyrie.models import kernel_choice, slices
 from valkyrie.models.attention import blocks, cudnn, document_cache, softmax
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.kv_cache import KVCache
@@ -345,14 +346,17 @@ def test_what_has_no_meaning_is_refused(options, said):
     )
 
 
-def test_kernels_read_no_piece_of_a_chunk():
-  def read(x):
-    tokens = jnp.ones((1, 8), jnp.int32)
-    mixer = FullAttention(heads=1, head_width=8, max_context=8, carried=False, kernels='prefer')
-    return mixer(x, (), positions=tokens, segment_ids=tokens)
+@pytest.mark.parametrize('carried', [False, True])
+def test_kernels_read_no_piece_of_a_chunk_that_is_read_alone(carried):
+  def misfit():
+    sizes = {'heads': 1, 'head_width': 8, 'max_context': 128}
+    mixer = FullAttention(**sizes, carried=carried, kernels='prefer')
+    return kernel_choice.why_not(mixer, 128)
 
-  with (
-    ambient.within(time=('t',)),
-    pytest.raises(ConfigurationError, match=r'devices share each chunk here. Set .* = None'),
-  ):
-    hk.transform(read).init(jax.random.key(0), jnp.ones((1, 8, 4)))
+  gpu = [types.SimpleNamespace(platform='gpu')]
+  with ambient.within(time=('t',), devices=gpu):
+    found = hk.transform(misfit).apply({}, None)
+  with ambient.within(devices=gpu):
+    assert hk.transform(misfit).apply({}, None) is None
+  expected = None if carried else 'the kernels read whole chunks, and devices share each chunk'
+  assert found == expected

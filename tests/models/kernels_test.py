@@ -6,7 +6,6 @@ import types
 
 import dense_attention
 import gin
-import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from valkyrie.errors import ConfigurationError, Disagreement
 from valkyrie.models import kernel_choice
 from valkyrie.models.attention import cudnn, kv_cache, sliding_window
 from valkyrie.models.attention.full import FullAttention
-from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.models.attention.windows import windows_of
 from valkyrie.models.layers import MixerOptions
@@ -274,19 +272,34 @@ def test_the_kernel_of_a_recurrence_is_compared_inside_of_the_mixer_around_it(tm
   assert 'pallas_call' in str(run.with_kernels(agreed).trace(run.curriculum.phases[0]).jaxpr)
   found = 'the kernels are for GPUs, and this program for a CPU'
   with pytest.raises(ConfigurationError, match=f"S5.kernels='require': {found}"):
-    agreeing_lengths(setup(tmp_path, None, *text, f"--gin.{scope}S5.kernels='require'"), said.append)
+    required = setup(tmp_path, None, *text, f"--gin.{scope}S5.kernels='require'")
+    agreeing_lengths(required, said.append)
 
 
 @pytest.mark.parametrize(
-  ('options', 'said'),
+  'option',
   [
-    ({'dilations': (2,)}, 'kernels have no dropout, no dilations,'),
-    ({'dropout': 0.5}, 'Set LongformerAttention.kernels = None, or change these'),
-    ({'window': 9, 'document_start': 1}, 'no document_start with a window below 128'),
-    ({'kernels': 'always'}, "kernels='always' is unknown. Use one of"),
+    '--gin.LongformerAttention.dilations=(2,)',
+    '--gin.LongformerAttention.dropout=0.5',
+    '--gin.LongformerAttention.document_start=1',
   ],
 )
-def test_what_kernels_do_not_have_is_refused(options, said):
-  options = {'heads': 1, 'head_width': 8, 'window': 128, 'kernels': 'prefer', **options}
-  with pytest.raises(ConfigurationError, match=said):
-    hk.transform(lambda: LongformerAttention(**options)).apply({}, None)
+def test_what_kernels_do_not_have_is_computed_by_the_plain_form_or_ends_the_run(tmp_path, option):
+  options = ('--gin.LongformerAttention.window=9', option)
+  found = 'the kernels have no dropout, no dilations, and no document_start with a window below 128'
+  said = []
+  prefers = setup(tmp_path, 'prefer', *options)
+  with ambient.within(devices=[types.SimpleNamespace(platform='gpu')]):
+    assert agreeing_lengths(prefers, said.append) == set()
+  assert said == [f'LongformerAttention.kernels: {found}: the plain form is used']
+  requires = setup(tmp_path, 'require', *options)
+  with (
+    ambient.within(devices=[types.SimpleNamespace(platform='gpu')]),
+    pytest.raises(ConfigurationError, match=f"kernels='require': {found}. Set"),
+  ):
+    agreeing_lengths(requires, said.append)
+
+
+def test_another_word_than_the_choices_of_kernels_is_refused(tmp_path):
+  with pytest.raises(ConfigurationError, match="kernels='always' is unknown"):
+    setup(tmp_path, 'always')

@@ -1,6 +1,7 @@
 """The record of a run, its comparison with the resuming run's, and the end of a run."""
 
 import importlib
+import math
 import types
 from typing import Any, NamedTuple
 
@@ -86,13 +87,13 @@ def test_a_run_ends_after_its_steps_or_its_patience():
   lengths = Lengths(train_steps=9, eval_every=2, checkpoint_every=4, patience=2, target_loss=0.4)
   none: Any = None
   run = resume.RunState(none, none, lengths, none, 0, none)
-  for step, loss in ((2, 1.0), (4, 1.5), (6, None)):
+  for step, loss in ((1, math.nan), (2, 1.0), (4, 1.5)):
     run.step = step
     run.note_loss(loss)
     assert run.done() is None
   assert run.lowest == (2, 1.0, 1)
   run.step = 8
-  run.note_loss(1.0)
+  run.note_loss(math.nan)
   assert 'stopped early: 2 evaluations' in str(run.done())
   run.note_loss(0.5)
   assert run.lowest == (8, 0.5, 0) and run.done() is None

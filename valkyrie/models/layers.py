@@ -210,7 +210,7 @@ class MLP(Module):
     return 6 * width * self.width
 
 
-@gin.configurable
+@gin.configurable(denylist=['width', 'dropout'])  # pyright: ignore  (gin has no types)
 @dataclasses.dataclass(eq=False)
 class GatedMLP(MLP):
   """(f(x w_gate) * x w_hidden) w_out (Shazeer 2020, SwiGLU and GEGLU).
@@ -235,7 +235,7 @@ class GatedMLP(MLP):
     return out
 
 
-@gin.configurable
+@gin.configurable(denylist=['width', 'dropout'])  # pyright: ignore  (gin has no types)
 @dataclasses.dataclass(eq=False)
 class SquaredReLUMLP(MLP):
   """relu(x w_hidden)^2 w_out (So et al. 2021, Primer, section 4.1).

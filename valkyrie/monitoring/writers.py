@@ -46,7 +46,7 @@ _GROUPS = {
 
 
 @may_change_on_resume()
-@gin.configurable
+@gin.configurable(denylist=['model_dir', 'name', 'also', 'begin', 'say'])  # pyright: ignore  (gin has no types)
 def create_writers(
   model_dir: str | os.PathLike,
   name: str = 'train',

@@ -112,7 +112,7 @@ def _sums(metric: TokenMetric, scores: TokenScores, chunk: Batch) -> tuple[Array
 
 
 @may_change_on_resume()
-@gin.configurable
+@gin.configurable(denylist=['model', 'partitioner', 'terms'])  # pyright: ignore  (gin has no types)
 class Evaluator:
   """Reads a split, whose tokenizer is `vocabulary`, with rows and chunks of its own."""
 

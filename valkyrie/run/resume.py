@@ -7,6 +7,7 @@ RunState.record     what the next checkpoint says about the run, beside the trai
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import json
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -160,14 +161,15 @@ class RunState:
     return self.lengths.end(self.step, self.lowest)
 
   def note_loss(self, loss: float | None) -> None:
-    """Notes the validation loss after the last step; None if the split has no target."""
+    """Notes the validation loss after the last step; NaN, as without targets, is never lowest."""
     self.losses[self.step] = loss
     if loss is None:
       return
-    if self.lowest is None or loss < self.lowest.loss:
+    lowest = self.lowest
+    if math.isfinite(loss) and (lowest is None or loss < lowest.loss):
       self.lowest = Lowest(self.step, loss)
-    else:
-      self.lowest = self.lowest._replace(since=self.lowest.since + 1)
+    elif lowest is not None:
+      self.lowest = lowest._replace(since=lowest.since + 1)
 
 
 def first_state(

@@ -52,8 +52,9 @@ class Trainer:
     if weights is None or self.run.has_all_weights is None:
       return
     params = self.run.state.evaluated
-    loss = evaluate(params, whole=False, stop=self.should_stop)['loss']
-    if loss is not None:
+    metrics = evaluate(params, whole=False, stop=self.should_stop)
+    loss = metrics['loss']
+    if loss is not None and metrics['targets']:
       strict = self.run.has_all_weights and not weights.any_loss
       vocabulary_size = self.setup.model.about.vocabulary_size
       self.say(check_loss(loss, vocabulary_size, strict))

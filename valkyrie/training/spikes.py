@@ -77,7 +77,7 @@ def detect(spikes: LossSpikes, recent: RecentLosses, loss: Array) -> tuple[Array
 
 
 @may_change_on_resume()
-@gin.configurable
+@gin.configurable(denylist=['skipped', 'describe'])  # pyright: ignore  (gin has no types)
 @dataclasses.dataclass
 class RefusedSteps:
   """Ends a run in which more than `allowed` of any `window` consecutive steps were refused.

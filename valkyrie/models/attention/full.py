@@ -14,7 +14,6 @@ from valkyrie.config.ranges import NonNegativeInt, PositiveInt
 from valkyrie.errors import ConfigurationError
 from valkyrie.models import kernel_choice
 from valkyrie.models.attention import blocks, document_cache, kernels, softmax
-from valkyrie.models.attention.kernels import LANES, LIMITS
 from valkyrie.models.attention.kv_cache import KVCache
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.attention.patterns import AttentionPattern, Sources, attention_pattern
@@ -59,9 +58,12 @@ class FullAttention(LongformerAttention):
   @functools.cached_property
   def kernel_limits(self) -> kernel_choice.Limits:
     """With a carry, cuDNN's kernel alone: its mask changes as the cache does."""
+    limits = super().kernel_limits
     if self.carried:
-      return kernel_choice.Limits(('gpu',), LANES)
-    return LIMITS
+      return limits._replace(platforms=('gpu',))
+    if sequence_parallel.axes():
+      return limits._replace(misfit='the kernels read whole chunks, and devices share each chunk')
+    return limits
 
   def __post_init__(self):
     self.window = self.max_context - 1
@@ -133,15 +135,9 @@ class FullAttention(LongformerAttention):
     return attention_pattern(queries, first + at, sources, self._windows)
 
   def _check_chunk(self, time: int) -> None:
-    """Refuses a chunk that is read alone in pieces by a kernel, or is longer than max_context."""
+    """Refuses a chunk that is read alone and is longer than max_context."""
     chunk = time
     if sequence_parallel.axes():
-      if self.kernels:
-        raise ConfigurationError(
-          f'FullAttention.kernels={self.kernels!r}: kernels read whole chunks, but devices share '
-          'each chunk here. Set FullAttention.kernels = None, or include a layout that keeps rows '
-          'whole, such as gin/partition/zero1.gin.'
-        )
       chunk *= sequence_parallel.size()
     if chunk > self.max_context:
       raise ConfigurationError(

@@ -23,7 +23,17 @@ from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array
 
 LANES = 128  # the queries and keys of a block are a multiple
-LIMITS = Limits(('tpu', 'gpu'), LANES)
+
+
+def limits(*, dropout: float, dilation: int, document_start: int, window: int) -> Limits:
+  """Where the kernels run, for a mixer of these options and the largest dilation."""
+  misfit = None
+  if dropout or dilation > 1 or (document_start and window < LANES):
+    misfit = (
+      'the kernels have no dropout, no dilations, and no document_start with a window below '
+      f'{LANES}'
+    )
+  return Limits(('tpu', 'gpu'), LANES, misfit)
 
 
 class Form(NamedTuple):

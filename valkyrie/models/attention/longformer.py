@@ -14,7 +14,7 @@ import numpy as np
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, ProperFraction
 from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import kernel_choice
-from valkyrie.models.attention.kernels import LANES, LIMITS
+from valkyrie.models.attention import kernels
 from valkyrie.models.attention.kv_cache import (
   AttentionCarry,
   KVCache,
@@ -175,21 +175,17 @@ class LongformerAttention(WindowAttention):
   @functools.cached_property  # Haiku wraps properties, which then need a transform
   def kernel_limits(self) -> kernel_choice.Limits:
     """Where its kernels run."""
-    return LIMITS
+    return kernels.limits(
+      dropout=self.dropout,
+      dilation=max(self._dilations),
+      document_start=self.document_start,
+      window=self.window,
+    )
 
   def __post_init__(self):
     super().__post_init__()
     self.reach = self.window * max(self._dilations)
-    name = f'{type(self).__name__}.kernels'
-    short = self.window < LANES
-    check_choice(name, self.kernels, kernel_choice.CHOICES)
-    is_dilated = max(self._dilations) > 1
-    refused = self.dropout or is_dilated or (self.document_start and short)
-    if self.kernels and refused:
-      raise ConfigurationError(
-        f'{name}={self.kernels!r}: kernels have no dropout, no dilations, and no document_start '
-        f'with a window below {LANES}. Set {name} = None, or change these.'
-      )
+    check_choice(f'{type(self).__name__}.kernels', self.kernels, kernel_choice.CHOICES)
 
   def _uses_kernel(self, time: int) -> bool:
     """Whether a kernel reads a piece of `time` tokens."""
