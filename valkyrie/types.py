@@ -36,8 +36,9 @@ class Batch(NamedTuple):
   targets: int32, the token that follows each input in its row, across chunk edges too.
   weights: float32, 0 at padding, at each document's last token (its next token belongs to another
     document), and at all but the answer where a task has prompts.
-  positions: int32, 0 exactly where a document starts, then counting up by one to 2^30. Beyond it
-    the last POSITION_PERIOD of these repeat: far from the start, and with the same remainders.
+  positions: int32, 0 where a document starts, from there counting up by one to 2^30, and 0 at
+    padding. Beyond 2^30 the last POSITION_PERIOD of these repeat: far from the start, and with the
+    same remainders.
   segment_ids: int32, 0 at padding; documents of a row count up from 1 to 2^30, and again. One that
     begins with the carry of another has its positions and its segment id, too (pass_carry). Padding
     stands only at the end of a chunk, and leaves every carry untouched.

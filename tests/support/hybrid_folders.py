@@ -52,12 +52,12 @@ def write(folder, config, weights):
   return folder
 
 
-def model_of(folder, tmp_path):
-  """The model in float64 that the printed gin file describes."""
+def model_of(folder, tmp_path, *flags):
+  """The model in float64 that the printed gin file, and flags, describe."""
   file = tmp_path / 'model.gin'
   file.write_text(huggingface.gin_text(huggingface.configuration(folder)))
-  flags = ["--gin.LanguageModel.compute_dtype='float64'"]
-  load_gin([str(file)], flags, modules=CONFIGURABLE_MODULES)
+  dtype = "--gin.LanguageModel.compute_dtype='float64'"
+  load_gin([str(file)], [dtype, *flags], modules=CONFIGURABLE_MODULES)
   return language_model.transform(LanguageModel)
 
 

@@ -171,6 +171,10 @@ def test_the_teacher_is_frozen_and_a_restored_state_continues_bit_for_bit():
     ({'make': make_teacher(d_model=24), 'match': (('mlp', 0, 0),)}, '16 numbers with outputs'),
     ({'temperature': 0.0}, 'Use a number above 0'),
     ({'top_k': 0}, 'Distillation.top_k = 0 is out of range'),
+    (
+      {'make': make_teacher(mixer=functools.partial(tiny.attention, kernels='require'))},
+      "LongformerAttention.kernels = 'require', but a teacher",
+    ),
   ],
 )
 def test_what_does_not_fit_is_named(options, message):

@@ -112,11 +112,20 @@ class Scalar(Term):
     return {'right': chunk.batch.weights, 'wrong': jnp.zeros(())}
 
 
+class NamedLoss(Term):
+  def values(self, chunk):
+    return {'loss': chunk.batch.weights}
+
+
 @pytest.mark.parametrize(
   ('term', 'message'),
-  [(Scalar, r"Scalar.values returned .*'wrong': \(\)"), (type('Empty', (Term,), {}), 'Empty comp')],
+  [
+    (Scalar, r"Scalar.values returned .*'wrong': \(\)"),
+    (type('Empty', (Term,), {}), 'Empty comp'),
+    (NamedLoss, "NamedLoss.values has the name 'loss', which is the cross-entropy"),
+  ],
 )
-def test_a_term_that_computes_no_values_is_named(chunk, term, message):
+def test_a_term_without_values_of_its_own_is_named(chunk, term, message):
   with pytest.raises(ConfigurationError, match=message):
     term()(chunk)
 

@@ -148,3 +148,12 @@ def test_a_mixture_keeps_its_phases(feed):
     4 * 48 + 2 * 17 * 16
   )
   assert '192 tokens' in reading.change(3)
+
+
+def test_a_run_of_no_steps_reads_nothing_of_a_feed_that_ends(feed):
+  """Also where the phases have more tokens than the feed."""
+  long_first = Curriculum([Phase(8, 2, 2, steps=10_000), Phase(1, 1, 1)])
+  reading = Reading(long_first, feed(1, epochs=1), 1)
+  assert reading.plan(0).startswith('0 steps read 0 tokens of each row')
+  with pytest.raises(ConfigurationError, match='but train_steps=10001'):
+    reading.plan(10_001)

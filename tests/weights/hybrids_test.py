@@ -553,6 +553,18 @@ def test_a_width_that_is_null_follows_from_the_ratio():
   assert huggingface.bindings(config)['Block.mlp_width'] == 5632
 
 
+def test_a_setting_by_its_default_and_by_its_value_is_the_same(tmp_path):
+  config = DELTA.config()
+  folder = write(tmp_path / 'hf', config, DELTA.tensors(config))
+  plan = huggingface.plan(huggingface.configuration(folder))
+  model_of(folder, tmp_path, '--gin.linear/GatedDeltaNet.norm_epsilon=1e-3')
+  assert settings.differences(plan, settings.settings_of(LanguageModel)) == []
+  gin.clear_config()
+  model_of(folder, tmp_path, '--gin.linear/GatedDeltaNet.norm_epsilon=1e-4')
+  found = settings.differences(plan, settings.settings_of(LanguageModel))
+  assert [name for name, _ in found] == ['GatedDeltaNet.norm_epsilon']
+
+
 def test_settings_of_layers_are_compared_layer_by_layer(tmp_path):
   config = DELTA.config()
   folder = write(tmp_path / 'hf', config, DELTA.tensors(config))

@@ -505,6 +505,13 @@ def test_a_mistral_has_its_defaults():
   assert (found['LongformerAttention.window'], found['LongformerAttention.kv_heads']) == (4095, 8)
 
 
+def test_a_mistral_whose_tokens_see_only_themselves_is_refused(tmp_path):
+  config = llama_reference.config(model_type='mistral', sliding_window=1)
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(ConfigurationError, match='sliding_window: 1, with which a token sees only'):
+    huggingface.configuration(tmp_path)
+
+
 @pytest.mark.parametrize('kind', ['F8_E4M3', 'F8_E5M2', 'I8', 'U8', 'I64', 'BOOL'])
 def test_quantized_tensors_are_refused(tmp_path, kind):
   config, weights = write_llama(tmp_path / 'hf')

@@ -157,9 +157,9 @@ class LanguageModel(Module):
     with (
       gin.config_scope(self._scope),
       hk.custom_creator(stored_as(jnp.dtype(self.parameter_dtype))),
-      _through(self.quantized),
+      _getter_of(self.quantized),
       hk.custom_getter(layer_weights.getter),
-      _through(self.adapters),
+      _getter_of(self.adapters),
     ):
       where = {'positions': positions, 'segment_ids': segment_ids}
       return self._read(inputs, where, with_insert, activations, masks or {}, shift)
@@ -178,8 +178,8 @@ class LanguageModel(Module):
       embedded = x
 
     seen = {}
-    through = functools.partial(self._through, where, activations, masks, fresh, seen)
-    x, values = through(self._below, x)
+    read_stacks = functools.partial(self._read_stacks, where, activations, masks, fresh, seen)
+    x, values = read_stacks(self._below, x)
     auxiliary = None
     if self._insert is not None:
       name = self._insert.name
@@ -188,7 +188,7 @@ class LanguageModel(Module):
         added, carry, auxiliary = self._insert(x, _carried(name, fresh), **where)
         x += added
       hk.set_state(name, carry)
-      x, above = through(self._above, x)
+      x, above = read_stacks(self._above, x)
       values = {kind: jnp.concatenate([values[kind], above[kind]]) for kind in values}
     hidden = RMSNorm(name='final_norm')(x)
     return Features(hidden, unembedding, auxiliary, values or None, embedded=embedded, **seen)
@@ -219,7 +219,7 @@ class LanguageModel(Module):
     return x + self.scale * added
 
   @hk.transparent
-  def _through(self, where, activations, masks, fresh, seen, stacks, x):
+  def _read_stacks(self, where, activations, masks, fresh, seen, stacks, x):
     """Stacks: x -> (x, values by kind [layers, ...]); fills `seen`, and advances their carries."""
     values = []
     for stack in stacks:
@@ -263,10 +263,11 @@ class LanguageModel(Module):
     return hk.custom_getter(self._sites.getter(layer, prefix, masks, seen))
 
   def initial_carry(self, batch_size: int) -> dict[str, Any]:
-    """The content of `hk.State` for rows that have read nothing, leaves [repeats, B, ...].
+    """The content of `hk.State` for rows that have read nothing.
 
-    'carry' is a tuple over the pattern, and so is the carry of each other stack, see `stacks`. An
-    insert's carry has its name. 'ngrams' are the last tokens.
+    'carry' is a tuple over the pattern, with leaves [repeats, B, ...], and so is the carry of each
+    other stack, see `stacks`. An insert's carry has its name, and 'ngrams' are the last tokens,
+    both [B, ...].
     """
     carries = self.inspect(
       lambda blocks: tuple(b.initial_carry(batch_size, self.compute_dtype) for b in blocks)
@@ -340,7 +341,7 @@ def _made(make: Callable | None, **named: Any) -> Any:
   return None if make is None else make(**named)
 
 
-def _through(part: Any) -> contextlib.AbstractContextManager:
+def _getter_of(part: Any) -> contextlib.AbstractContextManager:
   """A context in which parameters pass through the getter of a part, unless it is None."""
   return contextlib.nullcontext() if part is None else hk.custom_getter(part.getter)
 

@@ -4,10 +4,14 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from valkyrie.sharding.mesh import platform
 from valkyrie.types import Array, DType
+
+# Of products whose results are joined: an accelerator's default would round at every join.
+HIGHEST = lax.Precision.HIGHEST
 
 
 def wide(dtype: DType) -> DType:

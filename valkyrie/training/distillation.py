@@ -105,6 +105,7 @@ class Distillation(Term):
 
   def extended(self, model: Model) -> Model:
     """Adds the teacher; raises a ConfigurationError if it does not fit the student."""
+    _check_kernels(self._make)
     teacher = self._teacher.about
     student = model.about
     if teacher.vocabulary_size != student.vocabulary_size:
@@ -203,6 +204,21 @@ class Distillation(Term):
     """The parameters of the teacher among a run's."""
     modules = self._teacher.parameters()
     return {module: params[_PREFIX + module] for module in modules}
+
+
+def _check_kernels(make: Callable[..., LanguageModel]) -> None:
+  """Raises a ConfigurationError if the teacher requires kernels, since none computes it."""
+  blocks = language_model.asked(make, lambda model: model.blocks())
+  for block in blocks:
+    for mixer in block.mixers:
+      asking = getattr(mixer, 'inner', mixer)
+      choice = getattr(asking, 'kernels', None)
+      if choice not in (None, 'prefer'):
+        name = f'{type(asking).__name__}.kernels'
+        raise ConfigurationError(
+          f'The teacher has {name} = {choice!r}, but a teacher is computed by the plain forms. Set '
+          f'teacher/{name} = None.'
+        )
 
 
 def _check_layer(layer: int, whose: str, about: Description) -> None:

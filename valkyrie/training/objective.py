@@ -123,7 +123,10 @@ class Term:
     return params
 
   def values(self, chunk: Chunk) -> Mapping[str, Array]:
-    """Values of the targets by name, [B, C] each: their weighted means are added to the loss."""
+    """Values of the targets by name, [B, C] each: their weighted means are added to the loss.
+
+    The name 'loss' is the cross-entropy's, and is refused.
+    """
     raise ConfigurationError(
       f'{type(self).__name__} computes nothing. Define its method `values`, or `__call__`.'
     )
@@ -139,6 +142,11 @@ class Term:
   def __call__(self, chunk: Chunk) -> Part:
     """Sums the weighted values."""
     values_by_name = self.values(chunk)
+    if 'loss' in values_by_name:
+      raise ConfigurationError(
+        f"{type(self).__name__}.values has the name 'loss', which is the cross-entropy of the next "
+        'tokens. Give these values another name.'
+      )
     weights = chunk.batch.weights
 
     def message() -> str:

@@ -111,7 +111,7 @@ class Reading:
   def plan(self, train_steps: int) -> str:
     """A line about the epochs that the run reads; a ConfigurationError if the feed ends before."""
     end = self.feed.row_end
-    if end is not None and self.place(train_steps - 1) >= end:
+    if train_steps and end is not None and self.place(train_steps - 1) >= end:
       left = self.curriculum.position(train_steps) - self.place(train_steps)
       in_curriculum = end + left
       steps = self.curriculum.steps_before(in_curriculum)

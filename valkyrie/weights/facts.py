@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     return ''
 
   def _expected(self, bindings: Mapping[str, Any]) -> Values:
-    return _canonical({**self.defaults, **bindings}, self.shared['RMSNorm.epsilon'])
+    return canonical({**self.defaults, **bindings}, self.shared['RMSNorm.epsilon'])
 
 
 def _first_difference(values: Values, expected: Values, place: str) -> str:
@@ -94,7 +94,7 @@ def facts_of(model: LanguageModel) -> Facts:
   defaults |= {'LanguageModel.learned_carry': False}
   layers = []
   for values, block_defaults in blocks:
-    layers.append(_canonical(values, epsilon))
+    layers.append(canonical(values, epsilon))
     defaults |= block_defaults
   shared = {
     'LanguageModel.ngrams': model.ngrams,
@@ -156,7 +156,7 @@ def _of_block(block: Block) -> tuple[Values, Values]:
   return values, defaults
 
 
-def _canonical(values: Mapping[str, Any], epsilon: float) -> Values:
+def canonical(values: Mapping[str, Any], epsilon: Any) -> Values:
   """The bindings with one value for each meaning, and without those that do nothing."""
   result = dict(values)
   for owner in ('FullAttention', 'LongformerAttention'):

@@ -8,6 +8,7 @@ from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.models.layers import RMSNorm
+from valkyrie.weights.facts import canonical
 from valkyrie.weights.plan import Kind, Plan, references
 
 # The bindings that decide which tokens a token sees, in both kinds of attention.
@@ -75,10 +76,7 @@ def _of_block(block: Block) -> list[Values]:
 
 def _of_attention(mixer: WindowAttention) -> Values:
   owner = type(mixer).__name__
-  dilations = mixer.dilations
-  if dilations is not None and all(dilation == 1 for dilation in dilations):
-    dilations = None
-  settings: dict[str, object] = {f'{owner}.dilations': dilations}
+  settings: dict[str, object] = {f'{owner}.dilations': mixer.dilations}
   settings['Block.mixers'] = references([owner])
   for name in _OF_ATTENTION:
     settings[f'{owner}.{name}'] = getattr(mixer, name)
@@ -94,9 +92,12 @@ def differences(plan: Plan, settings: Settings) -> list[tuple[str, str]]:
   """
   pairs = _compared(settings.shared, plan.shared, '')
   for kind, parts in zip(plan.layers, settings.layers, strict=False):
-    expected = {**_DEFAULTS, **plan.shared, **_expected(plan.kinds[kind])}
+    bindings = {**_DEFAULTS, **plan.shared, **_expected(plan.kinds[kind])}
+    epsilon = bindings.get('RMSNorm.epsilon')  # of both: the shared settings tell another one
+    expected = canonical(bindings, epsilon)
     for part in parts:
-      pairs += _compared(part, expected, plan.scope(kind))
+      values = canonical(part, epsilon)
+      pairs += _compared(values, expected, plan.scope(kind))
   return list(dict.fromkeys(pairs))
 
 

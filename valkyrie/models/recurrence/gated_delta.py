@@ -39,15 +39,13 @@ from valkyrie.errors import ConfigurationError, check_choice
 from valkyrie.models import kernel_choice, slices
 from valkyrie.models.layers import RMSNorm, broadcast, project, projections
 from valkyrie.models.matrices import products
-from valkyrie.models.precision import einsum, wide
+from valkyrie.models.precision import HIGHEST, einsum, wide
 from valkyrie.models.recurrence import delta_kernel
 from valkyrie.models.recurrence.convolution import ConvolvedCarry
 from valkyrie.models.recurrence.delta_states import SliceEffects, states_between
 from valkyrie.models.recurrence.lower_inverse import unit_lower_inverse
 from valkyrie.models.recurrence.time_constants import DecayingHeads
 from valkyrie.types import Array
-
-_HIGHEST = lax.Precision.HIGHEST  # an accelerator's default would add its rounding at every join
 
 WRITE_GATES = {
   'sigmoid': jax.nn.sigmoid,
@@ -321,7 +319,7 @@ def _decays(log_decay: Array, reset: Array) -> tuple[Array, Array, Array]:
   up_to_i = jnp.where(causal, columns, 0)
   ones = np.ones(pairs, log_decay.dtype)
   after_j = np.tril(ones, -1)
-  sums = jnp.einsum('...ik,kj->...ij', up_to_i, after_j, precision=_HIGHEST)
+  sums = jnp.einsum('...ik,kj->...ij', up_to_i, after_j, precision=HIGHEST)
   total = jnp.cumsum(log_decay, axis=-1)
   of_row = document[..., :, None]
   of_column = document[..., None, :]

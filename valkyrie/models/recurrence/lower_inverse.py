@@ -4,9 +4,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from valkyrie.models.precision import HIGHEST
 from valkyrie.types import Array
 
-_HIGHEST = lax.Precision.HIGHEST  # an accelerator's default would add its rounding at every join
 _ROWS = 16  # of a block that is inverted by substitution
 
 
@@ -29,8 +29,8 @@ def unit_lower_inverse(lower: Array) -> Array:
   d = lower[..., half:, half:]
   blocks = jnp.stack([a, d])
   first, second = unit_lower_inverse(blocks)
-  corner = jnp.matmul(second, c, precision=_HIGHEST)
-  corner = jnp.matmul(corner, first, precision=_HIGHEST)
+  corner = jnp.matmul(second, c, precision=HIGHEST)
+  corner = jnp.matmul(corner, first, precision=HIGHEST)
   zeros = jnp.zeros_like(first)
   upper_rows = [first, zeros]
   lower_rows = [-corner, second]
@@ -43,7 +43,7 @@ def _substituted(lower: Array) -> Array:
 
   def substitute(row, inverse):
     coefficients = lower[..., row, :]
-    known = jnp.einsum('...j,...jk->...k', coefficients, inverse, precision=_HIGHEST)
+    known = jnp.einsum('...j,...jk->...k', coefficients, inverse, precision=HIGHEST)
     return inverse.at[..., row, :].add(-known)
 
   identity = jnp.eye(size, dtype=lower.dtype)

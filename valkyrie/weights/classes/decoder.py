@@ -10,7 +10,7 @@ from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.layers import RMSNorm
-from valkyrie.weights.classes import rope
+from valkyrie.weights.classes import parts, rope
 from valkyrie.weights.classes.model_class import ModelClass
 from valkyrie.weights.forms import MATRIX, SAME
 from valkyrie.weights.name_table import Names, entry
@@ -63,6 +63,7 @@ class Decoder(ModelClass):
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
     config = super().checked(file, self._without_full_layers(found))
     rope.check(file, config)
+    parts.check_window(file, 'sliding_window', config)
     if config.get('hidden_act', 'silu') != 'silu':
       raise ConfigurationError(
         f'{file} has hidden_act: {config["hidden_act"]!r:.80}, but Valkyrie has only silu. '

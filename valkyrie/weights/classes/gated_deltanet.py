@@ -85,11 +85,7 @@ class GatedDeltaNet(Hybrid):
             f'{count} were expected. {FETCH}'
           )
         seen.add(layer)
-      if one.get('window_size') == 1:
-        raise ConfigurationError(
-          f'{file} has window_size: 1, attention of a token to itself, which Valkyrie does not '
-          'compute. Take a model with a larger window.'
-        )
+      parts.check_window(file, 'window_size', one)
     return config
 
   def plan(self, config: Mapping[str, Any]) -> Plan:

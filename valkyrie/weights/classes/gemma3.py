@@ -12,12 +12,11 @@ import pathlib
 from types import MappingProxyType
 from typing import Any
 
-from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.rotary import Rotary
 from valkyrie.weights import config_fields
 from valkyrie.weights.classes import decoder, parts, rope, with_images
 from valkyrie.weights.classes.hybrid import Hybrid, layer_types, shared_bindings
-from valkyrie.weights.config_fields import FETCH, Fields
+from valkyrie.weights.config_fields import Fields
 from valkyrie.weights.facts import Facts, fields_of
 from valkyrie.weights.forms import CENTRED, SAME, Form, centred
 from valkyrie.weights.name_table import Entry, Names, entry
@@ -30,7 +29,6 @@ _NEEDED = (
 _FULL = 'full_attention'
 _SLIDING = 'sliding_attention'
 _TYPES = {_SLIDING: _SLIDING, _FULL: _FULL}
-_MIXERS = {_SLIDING: 'LongformerAttention', _FULL: 'FullAttention'}
 # The field outside of rope_parameters with the base of each kind, and its default.
 _BASES = {_SLIDING: ('rope_local_base_freq', 1e4), _FULL: ('rope_theta', 1e6)}
 _ROTARY = Fields({_SLIDING: dict, _FULL: dict}, nullable=(_SLIDING, _FULL))
@@ -83,11 +81,7 @@ class Gemma3Text(Hybrid):
       rope.check(file, rotary)
       rope.bindings(rotary)
     layer_types(file, config, _by_pattern({**self.defaults, **config}), _TYPES)
-    if config.get('sliding_window') == 1:
-      raise ConfigurationError(
-        f'{file} has sliding_window: 1, with which a token sees only itself. At least 2 was '
-        f'expected. {FETCH}'
-      )
+    parts.check_window(file, 'sliding_window', config)
     return config
 
   def plan(self, config: Mapping[str, Any]) -> Plan:

@@ -23,6 +23,15 @@ def used(kinds: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
   return {kind: what for kind, what in kinds.items() if kind in layers}
 
 
+def check_window(file: pathlib.Path, name: str, config: Mapping[str, Any]) -> None:
+  """Raises a ConfigurationError for a window in which a token sees only itself."""
+  if config.get(name) == 1:
+    raise ConfigurationError(
+      f'{file} has {name}: 1, with which a token sees only itself, and Valkyrie does not compute '
+      'that. Take a model with a larger window.'
+    )
+
+
 def attention(
   sizes: Mapping[str, Any],
   rotary: Mapping[str, Any],
