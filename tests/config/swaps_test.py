@@ -357,6 +357,12 @@ vocabulary = '{tokenizer}'
     ):
       mode(model_dir=str(run), **given)
 
+  # The run goes on by its copy of the tokenizer, also where the file has gone.
+  tokenizer.unlink()
+  gin.clear_config(clear_constants=True)
+  assert main.main([f'--model_dir={run}', '--gin.train_steps=3']) == 0
+  assert list(tiny_run.metrics(run)) == [1, 2, 3]
+
 
 def test_a_model_dir_that_is_a_file(train_run, tmp_path):
   (tmp_path / 'run').write_text('kept')

@@ -26,6 +26,7 @@ import gin
 import numpy as np
 
 from valkyrie import foreign, packages
+from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.paths import TOKENIZER
 from valkyrie.data import template_files, tokenizer_config, tokenizer_file
 from valkyrie.errors import ConfigurationError, DataError, converted, reason_of, with_home
@@ -384,6 +385,7 @@ def _copy(file: pathlib.Path, copied: pathlib.Path, largest: int) -> None:
   whole_file.write_version(copied, content)
 
 
+@may_change_on_resume('vocabulary')  # a checkpoint records the tokenizer
 @gin.configurable
 @functools.cache  # a large tokenizer.json takes a second, and every trace of the model asks
 def vocabulary_size(vocabulary: str) -> int:

@@ -196,6 +196,7 @@ def _writer(output: str | None) -> Iterator[TextIO]:
     file.detach()
 
 
+@may_change_on_resume()
 @gin.configurable
 class TextSamples:
   """A hook that logs continuations of prompts every `every` steps, while training waits.
