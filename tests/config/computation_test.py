@@ -103,7 +103,7 @@ def test_bindings_that_may_change(flag):
   [
     ('StepSettings.seed=7', {'StepSettings.seed'}),
     ('learning_rate=7.0', {'Optimizer.learning_rate'}),
-    ('Block.mixers=(@S5,)', {'Block.mixers'}),
+    ('local/Block.mixers=(@S5,)', {'local/Block.mixers'}),
     ('S5.state_size=64', {'S5.state_size'}),
     ('LossSpikes.window=7', {'LossSpikes.window'}),
     ('train/TaskFeed.split="test"', {'train/TaskFeed.split'}),

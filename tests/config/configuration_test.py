@@ -615,3 +615,30 @@ def test_bindings_in_scopes_that_reach_a_part():
     '--gin.recurrent/S5.horizon=2.0',
   )
   load_with_teacher('--gin.LanguageModel.pattern=(@Block,)', '--gin.Block.mixers=(@S5,)')
+
+
+@pytest.mark.parametrize(
+  ('flag', 'advice'),
+  [
+    ('--gin.Block.mixers=(@S5,)', 'local/Block.mixers or recurrent/Block.mixers'),
+    ('--gin.LongformerAttention.window=8', 'local/LongformerAttention.window'),
+  ],
+)
+def test_a_flag_without_a_scope_where_the_scopes_have_bindings_of_their_own(flag, advice):
+  own = '--gin.local/LongformerAttention.window=4'
+  gin.clear_config(clear_constants=True)
+  with pytest.raises(ConfigurationError, match=rf'has no effect, since .* Bind {advice}\.'):
+    load_gin(['gin/tiny_cpu.gin'], [own, flag], modules=CONFIGURABLE_MODULES)
+
+
+@pytest.mark.parametrize(
+  'flags',
+  [
+    ['--gin.Block.dropout=0.5', '--gin.local/Block.dropout=0.1'],
+    ['--gin.RMSNorm.epsilon=1e-5', '--gin.local/RMSNorm.epsilon=1e-6'],
+    ['--gin.local/Block.mixers=(@S5,)', '--gin.local/S5.horizon=2.0', '--gin.S5.horizon=4.0'],
+  ],
+)
+def test_a_flag_without_a_scope_that_one_part_still_reads(flags):
+  gin.clear_config(clear_constants=True)
+  load_gin(['gin/tiny_cpu.gin'], flags, modules=CONFIGURABLE_MODULES)

@@ -68,6 +68,15 @@ def test_a_binding_of_the_default_is_as_none():
       resume.check(bare, record(configuration={name: 'document'}), (), 'here')
 
 
+def test_what_may_change_is_left_out_of_the_record_of_an_earlier_version():
+  tokenizer = {'vocabulary_size.vocabulary': 'a.json', 'TextSamples.every': 4}
+  before = record(configuration={**tokenizer, 'LanguageModel.d_model': 8})
+  assert resume.check(before, record(configuration={'LanguageModel.d_model': 8}), (), 'here') == []
+  with pytest.raises(ConfigurationError, match='d_model was 8, is 16') as error:
+    resume.check(before, record(configuration={'LanguageModel.d_model': 16}), (), 'here')
+  assert 'vocabulary' not in str(error.value)
+
+
 def test_a_record_without_a_kind_differs():
   with pytest.raises(ConfigurationError, match='rows: was None, is 64'):
     resume.check({}, record(), (), 'here')

@@ -565,6 +565,19 @@ def test_a_setting_by_its_default_and_by_its_value_is_the_same(tmp_path):
   assert [name for name, _ in found] == ['GatedDeltaNet.norm_epsilon']
 
 
+def test_the_epsilon_of_a_teacher_is_that_of_its_scope(tmp_path):
+  config = DELTA.config()
+  folder = write(tmp_path / 'hf', config, DELTA.tensors(config))
+  plan = huggingface.plan(huggingface.configuration(folder))
+  teacher = ('--gin.Distillation.teacher=@teacher/LanguageModel', '--gin.RMSNorm.epsilon=0.5')
+  for epsilon, expected in (1e-3, []), (0.5, ['RMSNorm.epsilon']):
+    gin.clear_config()
+    model_of(folder, tmp_path, *teacher, f'--gin.teacher/RMSNorm.epsilon={epsilon}')
+    make = gin.get_bindings('Distillation')['teacher']
+    found = settings.differences(plan, settings.settings_of(make))
+    assert [name for name, _ in found] == expected
+
+
 def test_settings_of_layers_are_compared_layer_by_layer(tmp_path):
   config = DELTA.config()
   folder = write(tmp_path / 'hf', config, DELTA.tensors(config))

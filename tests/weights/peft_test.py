@@ -18,6 +18,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.weights import huggingface, named_tensors, peft, tensor_writer
+from valkyrie.weights.initial import InitialWeights
 
 REASON = "only pip install '.[learn]' peft installs torch, transformers and peft"
 LORA = """
@@ -114,6 +115,52 @@ def test_logits_in_peft_are_those_of_the_merged_model(tmp_path, name, pattern):
   found = logits(there.PeftModel.from_pretrained(opened('base'), tmp_path / 'adapter'))
   assert np.abs(before - expected).max() > 0.01
   np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_a_gemma_with_images_has_its_layers_below_its_language_model():
+  """As transformers opens the folder; the folder of a qwen3_5 opens without its images."""
+  tensor = 'model.layers.0.self_attn.q_proj.weight'
+  found = peft._module({'model_type': 'gemma3'}, tensor)
+  assert found == 'model.language_model.layers.0.self_attn.q_proj'
+  assert peft._module({'model_type': 'qwen3_5'}, tensor) == tensor.removesuffix('.weight')
+
+
+def model_with_adapters(folder, tmp_path, pattern):
+  gin.clear_config()
+  model_of(folder, tmp_path)
+  with gin.unlock_config():
+    gin.parse_config(LORA % pattern)
+  return language_model.transform(LanguageModel)
+
+
+def test_new_adapters_leave_weights_complete_and_those_of_a_source_that_are_gone_are_added(
+  tmp_path,
+):
+  reference, config = MODELS['qwen']
+  folder = write(tmp_path / 'hf', config, reference.tensors(config))
+  model = model_with_adapters(folder, tmp_path, r'attention/(query|value)$')
+  first = tiny.init(model, 1)[0]
+  params, complete = InitialWeights(str(folder)).load(
+    model, LanguageModel, first, 'bytes', lambda line: None
+  )
+  assert complete
+  random = np.random.default_rng(3)
+  params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), params)
+  tensors = named_tensors.of_params(params)
+  save_file(
+    {name: tensor.whole() for name, tensor in tensors.items()}, tmp_path / 'run.safetensors'
+  )
+
+  narrower = model_with_adapters(folder, tmp_path, r'attention/query$')
+  fresh = tiny.init(narrower, 1)[0]
+  source = InitialWeights(str(tmp_path / 'run.safetensors'))
+  after, complete = source.load(narrower, LanguageModel, fresh, 'bytes', lambda line: None)
+  assert complete
+  expected = named_tensors.merged(tensors)
+  found = named_tensors.of_params(after)
+  assert sum(map(named_tensors.is_adapter, found)) > 0
+  for name, tensor in named_tensors.merged(found).items():
+    np.testing.assert_allclose(tensor.whole(), expected[name].whole(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_module_that_peft_refuses_is_named(tmp_path):

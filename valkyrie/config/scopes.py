@@ -17,19 +17,29 @@ from valkyrie.config.computation import default_references
 from valkyrie.config.suggest import did_you_mean
 from valkyrie.errors import ConfigurationError
 
+Scope = tuple[str, ...]
+
 
 class _Built(NamedTuple):
-  """A part, by its complete selector, that is built under a scope."""
+  """A part, by its complete selector, that is built under a scope, () for none."""
 
-  scope: tuple[str, ...]
+  scope: Scope
   selector: str
+
+
+class _Edge(NamedTuple):
+  """A part to which a binding of another part refers, where that is built under `within`."""
+
+  within: Scope
+  part: _Built
 
 
 def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> None:
   """Checks that something is built under the scope of each binding, of the binding's kind.
 
   A binding of a file counts as used if an overridden reference would use it, as a file for another
-  model may have one; a flag must be in force. Those that a run has recorded are not checked.
+  model may have one; a flag must be in force, also one without a scope. Those that a run has
+  recorded are not checked.
   """
   known: set[str] = set()
   for reference in _references(bindings):
@@ -38,7 +48,11 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
   in_force = _Reach(list(effective.values()))
   for statement in bindings:
     scope = statement.parsed.scope
-    if not scope or statement.is_macro or statement.recorded:
+    if statement.is_macro or statement.recorded:
+      continue
+    if not scope:
+      if statement.is_flag:
+        _check_not_hidden(statement, in_force, effective)
       continue
     parts = scope.split('/')
     for part in parts:
@@ -63,12 +77,34 @@ def check_scopes(bindings: Sequence[parse.Statement], effective: Effective) -> N
       )
 
 
+def _check_not_hidden(statement: parse.Statement, reach: '_Reach', effective: Effective) -> None:
+  """Raises a ConfigurationError if all scopes under which the part is built bind it themselves.
+
+  Imported models bind every parameter in the scopes of their layers.
+  """
+  parsed = statement.parsed
+  selector = find(parsed.selector, statement.where).selector
+  hiding = []
+  for place in reach.scopes_of(selector):
+    ends = range(1, len(place) + 1)
+    scopes = ['/'.join(place[:end]) for end in ends]
+    own = [scope for scope in scopes if (scope, selector, parsed.arg_name) in effective]
+    if not own:
+      return
+    hiding.append(f'{own[-1]}/{statement.name}')
+  if hiding:
+    raise ConfigurationError(
+      f'{statement.where} has no effect, since {parsed.selector} is built only in scopes that bind '
+      f'{parsed.arg_name} themselves. Bind {" or ".join(sorted(set(hiding)))}.'
+    )
+
+
 class _Reach:
   """The parts that the references of some statements build, and under which scopes."""
 
   def __init__(self, statements: Sequence[parse.Statement]):
     # {selector of a part: the parts that its bindings refer to}; '' has the parts of macros.
-    self._edges: dict[str, set[_Built]] = {}
+    self._edges: dict[str, set[_Edge]] = {}
     # {selector of a part: the names of the references to it}
     self._names: dict[str, set[str]] = {}
     macros = parse.macros_of(statements)
@@ -78,12 +114,15 @@ class _Reach:
     bound = {statement.name for statement in statements if statement.is_binding}
     self._add_defaults(bound)
     self._built = self._under_scopes()
+    self._unscoped = self._without_scope()
 
   def _add(self, statement: parse.Statement, macros: Mapping[str, parse.Statement]) -> None:
     """Adds the references of a binding and of the macros in its value."""
     holder = ''
+    within: Scope = ()
     if not statement.is_macro:
       holder = find(statement.parsed.selector).selector
+      within = tuple(statement.parsed.scope.split('/')) if statement.parsed.scope else ()
     statements = [statement]
     for name in parse.macros_in(statement.parsed.value, macros):
       if name in macros:
@@ -91,8 +130,8 @@ class _Reach:
     for reference in _references(statements):
       part = find(reference.name, statement.where).selector
       built = _Built(_scope_of(reference), part)
-      parts = self._edges.setdefault(holder, set())
-      parts.add(built)
+      edges = self._edges.setdefault(holder, set())
+      edges.add(_Edge(within, built))
       names = self._names.setdefault(part, set())
       names.add(reference.name)
 
@@ -117,8 +156,8 @@ class _Reach:
     while waiting:
       holder = waiting.pop()
       for selector in defaults.get(holder, ()):
-        parts = self._edges.setdefault(holder, set())
-        parts.add(_Built((), selector))
+        edges = self._edges.setdefault(holder, set())
+        edges.add(_Edge((), _Built((), selector)))
         if selector not in used:
           used.add(selector)
           waiting.append(selector)
@@ -127,9 +166,9 @@ class _Reach:
     """All parts that are built under a scope."""
     waiting: list[_Built] = []
     for edges in self._edges.values():
-      for built in edges:
-        if built.scope:
-          waiting.append(built)
+      for edge in edges:
+        if edge.part.scope:
+          waiting.append(edge.part)
     scopes = {built.scope for built in waiting}
     # Parts that no reference names may be built by Python, under any scope.
     for selector in self._edges:
@@ -141,10 +180,32 @@ class _Reach:
       built = waiting.pop()
       if built not in under_scopes:
         under_scopes.add(built)
-        for inner in self._edges.get(built.selector, ()):
-          scope = inner.scope or built.scope
-          waiting.append(_Built(scope, inner.selector))
+        for edge in self._edges.get(built.selector, ()):
+          if built.scope[: len(edge.within)] == edge.within:
+            scope = edge.part.scope or built.scope
+            waiting.append(_Built(scope, edge.part.selector))
     return under_scopes
+
+  def _without_scope(self) -> set[str]:
+    """The parts that are built under no scope: by Python, and by references of such parts."""
+    waiting = [selector for selector in self._edges if selector not in self._names]
+    unscoped: set[str] = set()
+    while waiting:
+      holder = waiting.pop()
+      if not holder or holder in unscoped:
+        continue
+      unscoped.add(holder)
+      for edge in self._edges.get(holder, ()):
+        if not edge.within and not edge.part.scope:
+          waiting.append(edge.part.selector)
+    return unscoped
+
+  def scopes_of(self, selector: str) -> set[Scope]:
+    """The scopes under which such a part is built; () too if it is built under none, or may be."""
+    kinds = _sharing_bindings(selector)
+    if kinds.isdisjoint(self._names) or not kinds.isdisjoint(self._unscoped):
+      return {()}
+    return {built.scope for built in self._built if built.selector in kinds}
 
   def builds(self, scope: tuple[str, ...], selector: str) -> bool:
     """Whether such a part is built under a scope; parts that Python builds may be anywhere."""
@@ -165,7 +226,7 @@ class _Reach:
     return names
 
 
-def _scope_of(reference: parse.Reference) -> tuple[str, ...]:
+def _scope_of(reference: parse.Reference) -> Scope:
   *scope, _ = reference.name.split('/')
   return tuple(scope)
 

@@ -42,12 +42,16 @@ def parameter(
 
 
 def broadcast(w: Array, x: Array) -> Array:
-  """A parameter w along the leading axes of x, whose last axes are those of w.
+  """A parameter w for arithmetic with x, whose last axes are those of w.
 
-  Its gradient is a sum over these axes. Those of one element, such as a batch of one row, are left
-  out: on a CPU, XLA can take 25 times as long to sum [1, T, F] over its tokens as [T, F].
+  On accelerators its other axes have one element: layers that kept w for each token, for their
+  backward pass, needed 22.3 GiB in place of 18.2 in `gin/v4_32.gin`. On a CPU it has the axes of x,
+  and its gradient is a sum that leaves out those of one element, such as a batch of one row: XLA
+  can take 25 times as long to sum [1, T, F] over its tokens as [T, F].
   """
   leading = x.shape[: x.ndim - w.ndim]
+  if platform() != 'cpu':
+    return jnp.expand_dims(w, range(len(leading)))
   summed = [size for size in leading if size != 1]
   repeated = jnp.broadcast_to(w, (*summed, *w.shape))
   return repeated.reshape(*leading, *w.shape)
@@ -168,7 +172,7 @@ class RMSNorm(Module):
 
   def __call__(self, x: Array, groups: int = 1) -> Array:
     """x, whose D channels form groups of neighbors, each with a mean square of its own."""
-    x = _rows(x)
+    x = rows(x)
     *leading, width = x.shape
     scale = parameter('scale', (width,), jnp.ones, axes=('norm',))
     parts = x.astype(wide(x.dtype))
@@ -180,16 +184,16 @@ class RMSNorm(Module):
     inverse_root = jax.lax.rsqrt(mean_square + self.epsilon)
     normed = parts * inverse_root * broadcast(scale, parts)
     normed = normed.reshape(x.shape)
-    return _rows(normed.astype(x.dtype))
+    return rows(normed.astype(x.dtype))
 
 
-def _rows(x: Array) -> Array:
-  """x [..., D], whose channels are neighbors in memory.
+def rows(x: Array, platforms: Container[str] = ('gpu',)) -> Array:
+  """x [..., D], whose channels are neighbors in memory, in programs for these platforms.
 
   On a GPU, XLA may choose the tokens to be neighbors. A norm then reads x once for its mean square
   and again for its result.
   """
-  if platform() != 'gpu':
+  if platform() not in platforms:
     return x
   major_to_minor = tuple(range(x.ndim))
   return with_layout_constraint(x, Layout(major_to_minor))

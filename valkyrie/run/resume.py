@@ -394,5 +394,8 @@ def _compare(kind: str, found: Any, expected: Any) -> list[str]:
       return []
     return [f'was {found!r}, is {expected!r}']
 
-  default = default_of if kind == 'configuration' else None
+  default = None
+  if kind == 'configuration':
+    default = default_of
+    found = computation(found)  # an earlier version may have recorded what may change now
   return differences(found, expected, default)

@@ -86,9 +86,14 @@ def fields_of(layer: Values, owner: str) -> dict[str, Any]:
   return {name.removeprefix(prefix): layer[name] for name in layer if name.startswith(prefix)}
 
 
+def norm_epsilon(model: LanguageModel) -> float:
+  """The epsilon of the norms of a model, in whose scope it may be bound."""
+  return model.inspect(lambda blocks: RMSNorm().epsilon)
+
+
 def facts_of(model: LanguageModel) -> Facts:
   """The facts of a model, inside Haiku."""
-  epsilon = RMSNorm().epsilon
+  epsilon = norm_epsilon(model)
   blocks = model.inspect(lambda blocks: [_of_block(block) for block in blocks])
   defaults: Values = {'LanguageModel.ngrams': None, 'LanguageModel.insert': None}
   defaults |= {'LanguageModel.learned_carry': False}

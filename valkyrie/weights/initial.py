@@ -1,6 +1,6 @@
 """Weights of another run, or of other programs, as the first weights of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import dataclasses
 import itertools
 import re
@@ -115,7 +115,7 @@ class InitialWeights:
         loaded[leaf.module][leaf.name] = _filled(initial, tensors, leaf.stacked)
         initial.delete()
     new = [name for name, choice in chosen.items() if choice in (FRESH, ZERO)]
-    all_come_from_source = all(is_factor(name, chosen) for name in new)
+    all_come_from_source = all(_is_beside_weights(name, chosen) for name in new)
     return loaded, all_come_from_source
 
   def _matched(
@@ -127,11 +127,8 @@ class InitialWeights:
     vocabulary: str,
   ) -> tuple[Source, Primed, dict[str, str]]:
     """The source with its tensors as the model takes them, those that are primed, and `_chosen`."""
-    tensors = source.tensors
-    names = itertools.chain.from_iterable(leaf.tensors for leaf in leaves)
-    has_adapters = any(map(named_tensors.is_adapter, names))
-    if not has_adapters:
-      tensors = named_tensors.merged(tensors)
+    names = set(itertools.chain.from_iterable(leaf.tensors for leaf in leaves))
+    tensors = named_tensors.merged(source.tensors, kept=names)
     primed = Primed(tensors)
     if self.primed:
       primed = priming.primed(self.source, tensors, source.all_bindings, make)
@@ -163,7 +160,7 @@ class InitialWeights:
     check_all_choose('InitialWeights.rules', patterns, shapes, 'tensors of the model')
     for name, shape in shapes.items():
       choice = self._choice(name)
-      may_be_new = is_factor(name, shapes) or name.startswith(tuple(new))
+      may_be_new = _is_beside_weights(name, shapes) or name.startswith(tuple(new))
       if choice not in tensors and may_be_new:
         choice = FRESH
       if choice not in tensors and choice not in (FRESH, ZERO):
@@ -350,6 +347,12 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
   if not differ:
     return []
   return [f'warning: the source has other settings: {", ".join(first_of(differ, _SHOWN))}']
+
+
+def _is_beside_weights(name: str, names: Container[str]) -> bool:
+  """Whether a tensor changes nothing as it begins: of a component, an adapter or a first carry."""
+  is_first_carry = '.first_carry' in name
+  return is_factor(name, names) or named_tensors.is_adapter(name) or is_first_carry
 
 
 def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:

@@ -11,7 +11,7 @@ attention share them, but in a block with both, each has its own: layers.3.full_
 Matrices are [inputs, outputs]. `tensor_files` reads them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 import functools
 import re
 from typing import Any, NamedTuple
@@ -171,17 +171,18 @@ def is_adapter(name: str) -> bool:
   return name.endswith((A, B))
 
 
-def merged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged(tensors: Mapping[str, Tensor], kept: Container[str] = ()) -> dict[str, Tensor]:
   """The tensors with adapters added to their matrices, in float32 or wider.
 
-  In bfloat16 a small adapter would vanish in the rounding of the sum.
+  In bfloat16 a small adapter would vanish in the rounding of the sum. The halves whose names are
+  in `kept` stay apart from their matrices.
 
   Raises a ConfigurationError if an adapter lacks a half or its matrix, or has other sizes.
   """
   result = {}
   adapted = set()
   for name, tensor in tensors.items():
-    if is_adapter(name):
+    if is_adapter(name) and name not in kept:
       adapted.add(name[: -len(A)])
     else:
       result[name] = tensor

@@ -134,10 +134,12 @@ def adapters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def _module(config: Mapping[str, Any], tensor: str) -> str:
-  """The module in transformers that has a tensor of a folder; it renames those of Nemotron-H."""
+  """The module that has a tensor of a folder where transformers opens it for causal models."""
   module = tensor.removesuffix('.weight')
   if config['model_type'] == 'nemotron_h':
     return module.replace('backbone.', 'model.', 1)
+  if config['model_type'] == 'gemma3':  # with its images, unlike a qwen3_5
+    return module.replace('model.', 'model.language_model.', 1)
   return module
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from valkyrie.models.attention.longformer import WindowAttention
 from valkyrie.models.block import Block
 from valkyrie.models.language_model import LanguageModel, asked
-from valkyrie.models.layers import RMSNorm
-from valkyrie.weights.facts import canonical
+from valkyrie.weights.facts import canonical, norm_epsilon
 from valkyrie.weights.plan import Kind, Plan, references
 
 # The bindings that decide which tokens a token sees, in both kinds of attention.
@@ -54,7 +53,7 @@ def settings_of(make: Callable[..., LanguageModel]) -> Settings:
     shared = {
       'LanguageModel.tied': model.tied,
       'LanguageModel.embedding_scale': model.scale,
-      'RMSNorm.epsilon': RMSNorm().epsilon,
+      'RMSNorm.epsilon': norm_epsilon(model),
     }
     of_pattern = model.inspect(lambda blocks: [_of_block(block) for block in blocks])
     return Settings(shared, of_pattern * model.repeats)

@@ -9,9 +9,9 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.attention.full import FullAttention
 from valkyrie.models.attention.longformer import LongformerAttention
 from valkyrie.models.language_model import LanguageModel
-from valkyrie.models.layers import RMSNorm
 from valkyrie.weights.classes import parts, rope
 from valkyrie.weights.classes.model_class import ModelClass
+from valkyrie.weights.facts import norm_epsilon
 from valkyrie.weights.forms import MATRIX, SAME
 from valkyrie.weights.name_table import Names, entry
 from valkyrie.weights.plan import Kind, Plan
@@ -134,7 +134,7 @@ class Decoder(ModelClass):
       'head_dim': attention.head_width,
       'vocab_size': model.vocabulary_size,
       'max_position_embeddings': attention.window + 1 if full else rope.WITHOUT_A_LIMIT,
-      'rms_norm_eps': RMSNorm().epsilon,
+      'rms_norm_eps': norm_epsilon(model),
       'rope_theta': rotary.base,
       # A tied table cannot hold the scale of the inputs, which Llama does not have.
       'tie_word_embeddings': model.tied and model.scale == 1,
