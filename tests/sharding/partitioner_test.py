@@ -349,11 +349,11 @@ def test_a_rule_replaces_the_declared_axes_and_without_either_a_parameter_is_not
       lambda: layout(axis_rules=(('batch', 'data'), ('embed', 'data'))).shardings(
         leaf(12), {'params': {'w': ('embed',)}}
       ),
-      r'params/w of shape \(12,\) cannot be split .* 12 is not a multiple of 8 .*Change the size',
+      r'params/w of shape \(12,\) .* 12 is not a multiple of 8 .*Change the size to 8 or 16',
     ),
     (
       lambda: layout_of('context').shardings(jnp.ones((3, 12)), ('batch', 'time')),
-      r'12 is not a multiple of 8 devices. Change FullAttention.max_context, or Part',
+      r'12 is not a multiple of 8 devices. Change FullAttention.max_context to 8 or 16, or',
     ),
   ],
 )

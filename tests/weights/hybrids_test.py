@@ -126,7 +126,7 @@ FIELDS = [
       ('mlp_hidden_act', 'silu'), ('mamba_hidden_act', 'gelu'), ('mlp_bias', True),
       ('mamba_proj_bias', True), ('attention_bias', True), ('tie_word_embeddings', True),
       ('sliding_window', 8), ('time_step_limit', [0.001, 0.1]), ('surprise', False),
-      ('attention_head_dim', 4),
+      ('attention_head_dim', 4), ('rms_norm_eps', 1e-4), ('norm_eps', 0), ('norm_eps', None),
     )
   ),
   *(
@@ -546,6 +546,14 @@ def test_mamba2_with_channels_of_another_width_is_written_as_nemotron_h(tmp_path
   """The class mamba2 has a whole multiple of the width, whose factor transformers reads."""
   config = exported_config(tmp_path, Mamba2.config(num_heads=4))
   assert config['model_type'] == 'nemotron_h' and config['mamba_num_heads'] == 4
+
+
+def test_a_nemotron_h_may_name_code_of_its_folder_and_its_epsilon_again(tmp_path):
+  config = NemotronH.config(auto_map={'AutoConfig': 'configuration_nemotron_h.NemotronHConfig'})
+  config |= {'rms_norm_eps': config['layer_norm_epsilon'], 'norm_eps': config['layer_norm_epsilon']}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  found = huggingface.plan(huggingface.configuration(tmp_path))
+  assert found.shared['RMSNorm.epsilon'] == config['layer_norm_epsilon']
 
 
 def test_a_width_that_is_null_follows_from_the_ratio():

@@ -133,9 +133,7 @@ def model_with_adapters(folder, tmp_path, pattern):
   return language_model.transform(LanguageModel)
 
 
-def test_new_adapters_leave_weights_complete_and_those_of_a_source_that_are_gone_are_added(
-  tmp_path,
-):
+def test_adapters_may_be_new_and_those_that_the_model_lacks_are_added(tmp_path):
   reference, config = MODELS['qwen']
   folder = write(tmp_path / 'hf', config, reference.tensors(config))
   model = model_with_adapters(folder, tmp_path, r'attention/(query|value)$')
@@ -147,9 +145,8 @@ def test_new_adapters_leave_weights_complete_and_those_of_a_source_that_are_gone
   random = np.random.default_rng(3)
   params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), params)
   tensors = named_tensors.of_params(params)
-  save_file(
-    {name: tensor.whole() for name, tensor in tensors.items()}, tmp_path / 'run.safetensors'
-  )
+  arrays = {name: tensor.whole() for name, tensor in tensors.items()}
+  save_file(arrays, tmp_path / 'run.safetensors')
 
   narrower = model_with_adapters(folder, tmp_path, r'attention/query$')
   fresh = tiny.init(narrower, 1)[0]

@@ -202,10 +202,12 @@ class Partitioner:
           named = 'the size'
           if axis == 'time':
             named = 'FullAttention.max_context'
+          below = size - size % parts
+          nearest = f'{below} or {below + parts}' if below else f'{parts}'
           raise ConfigurationError(
             f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
-            f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change {named}, or '
-            'Partitioner.axis_rules.'
+            f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change {named} to '
+            f'{nearest}, or Partitioner.axis_rules.'
           )
       return sharding
 

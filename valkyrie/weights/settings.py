@@ -51,6 +51,7 @@ def settings_of(make: Callable[..., LanguageModel]) -> Settings:
 
   def of_model(model: LanguageModel) -> Settings:
     shared = {
+      'LanguageModel.vocabulary_size': model.vocabulary_size,
       'LanguageModel.tied': model.tied,
       'LanguageModel.embedding_scale': model.scale,
       'RMSNorm.epsilon': norm_epsilon(model),

@@ -27,7 +27,8 @@ _TYPES = {'linear_attention': 'mamba', 'full_attention': 'attention'}  # of tran
 # {another spelling: name}.
 _SPELLINGS = {
   'mamba_n_groups': 'n_groups', 'mamba_d_conv': 'conv_kernel', 'mamba_conv_bias': 'use_conv_bias',
-  'attention_head_dim': 'head_dim',
+  'attention_head_dim': 'head_dim', 'rms_norm_eps': 'layer_norm_epsilon',
+  'norm_eps': 'layer_norm_epsilon',
 }  # fmt: skip
 _PREFIXES = ('backbone.', 'model.')
 
@@ -45,7 +46,8 @@ class NemotronH(Hybrid):
       **dict.fromkeys(('head_dim', 'attention_head_dim', 'n_groups', 'mamba_n_groups'), int),
       **dict.fromkeys(('conv_kernel', 'mamba_d_conv'), int),
       **dict.fromkeys(('use_conv_bias', 'mamba_conv_bias'), bool),
-      **{'layer_norm_epsilon': float, 'time_step_limit': object},
+      **dict.fromkeys(('layer_norm_epsilon', 'rms_norm_eps', 'norm_eps'), float),
+      **{'time_step_limit': object},
       **{'layers_block_type': list, 'hybrid_override_pattern': str},
     },
     needed=_NEEDED,
@@ -67,6 +69,7 @@ class NemotronH(Hybrid):
       'time_step_min', 'time_step_max', 'time_step_floor', 'time_step_rank', 'mamba_dt_min',
       'mamba_dt_max', 'mamba_dt_init_floor', 'mamba_ssm_cache_dtype', 'mamba_chunk_size',
       'mamba_expand', 'rescale_prenorm_residual', 'residual_in_fp32', 'use_mamba_kernels',
+      'auto_map',  # the published folders have code of their own, of the same equations
     ),
     nullable=('num_hidden_layers', 'layers_block_type', 'hybrid_override_pattern'),
   )  # fmt: skip
@@ -78,7 +81,8 @@ class NemotronH(Hybrid):
   def checked(self, file: pathlib.Path, found: Mapping[str, Any]) -> dict[str, Any]:
     config = super().checked(file, found)
     parts.check_mamba_steps(file, config)
-    config = with_one_spelling(file, config, _SPELLINGS)
+    epsilon = {'layer_norm_epsilon': self.defaults['layer_norm_epsilon']}
+    config = with_one_spelling(file, {**epsilon, **config}, _SPELLINGS)
     layers = _layers(config)
     unknown = sorted({*map(repr, layers)} - {*map(repr, _KINDS.values())})
     if unknown or not layers:
