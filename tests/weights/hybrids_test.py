@@ -573,6 +573,18 @@ def test_a_setting_by_its_default_and_by_its_value_is_the_same(tmp_path):
   assert [name for name, _ in found] == ['GatedDeltaNet.norm_epsilon']
 
 
+def test_a_model_with_fewer_tokens_than_the_tables_of_a_folder_is_refused(tmp_path):
+  """Its softmax would lack them, though the padded tables hold as many rows."""
+  config = DELTA.config()
+  folder = write(tmp_path / 'hf', config, DELTA.tensors(config))
+  fewer = config['vocab_size'] - 1
+  model = model_of(folder, tmp_path, f'--gin.LanguageModel.vocabulary_size={fewer}')
+  expected = rf'vocabulary_size = {fewer + 1}  # the model has {fewer}'
+  with pytest.raises(ConfigurationError, match=expected):
+    InitialWeights(str(folder)).check(model, LanguageModel, 'bytes')
+  InitialWeights(str(folder), partial=True).check(model, LanguageModel, 'bytes')
+
+
 def test_the_epsilon_of_a_teacher_is_that_of_its_scope(tmp_path):
   config = DELTA.config()
   folder = write(tmp_path / 'hf', config, DELTA.tensors(config))
