@@ -1,6 +1,6 @@
 """One layer: residual mixers in the given order, then an MLP, with norms before them or after."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import gin
 import haiku as hk
@@ -86,7 +86,7 @@ class Block(hk.Module):
     *,
     positions: Array,
     segment_ids: Array,
-    found: Mapping[str, list[Array]] | None = None,
+    found: dict[str, list[Array]] | None = None,
   ) -> tuple[Array, tuple[Carry, ...]]:
     """x [B, T, D] and the carry of each mixer -> the same, after this layer.
 
