@@ -32,12 +32,12 @@ def load(binding):
 @pytest.mark.parametrize(
   ('binding', 'expected'),
   [
-    ('Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
-    ('Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
+    ('local/Block.mixers=@S5', 'several in brackets, such as (@S5,), not @S5'),
+    ('local/Block.mixers=(@S5, @Block)', 'another part than itself, not (@S5, @Block)'),
     ('LanguageModel.pattern=(@S5,)', 'Block, not (@S5,)'),
     ('Block.mlp=@S5', 'MLP or None, not @S5'),
     ('LanguageModel.insert=@S5', 'Insert (S5 has no '),
-    ('Block.mixers=(@Planner,)', 'SequenceMixer (Planner has no '),
+    ('local/Block.mixers=(@Planner,)', 'SequenceMixer (Planner has no '),
     ('Optimizer.algorithm=@S5', 'GradientTransformation, not @S5'),
     ('train.feed=@validation/S5', 'TaskFeed (S5 has no '),
     ('train.hooks=(@S5(),)', 'no instance of a Haiku module (write @S5), not (@S5(),)'),
@@ -55,7 +55,7 @@ def load(binding):
     ),
     ('StepSettings.model=3.5', 'a reference to LanguageModel, not a number (3.5)'),
     ('StepSettings.model=None', 'a reference to LanguageModel, not None'),
-    ('Block.mixers=(@S5, None)', 'a reference to SequenceMixer, not (@S5, None)'),
+    ('local/Block.mixers=(@S5, None)', 'a reference to SequenceMixer, not (@S5, None)'),
     ('train.checkpoints=(@Checkpoints(),)', 'Checkpoints, such as @NAME(), not (@Checkpoints(),)'),
     ('train.checkpoints=None', 'Checkpoints, such as @NAME(), not None'),
     ('train.profile_steps=10', '2 values in brackets or None, not an integer (10)'),
@@ -83,7 +83,7 @@ def test_a_part_of_another_type_is_refused(binding, expected):
 @pytest.mark.parametrize(
   'binding',
   [
-    'Block.mixers=(@LongformerAttention, @S5)',
+    'local/Block.mixers=(@LongformerAttention, @S5)',
     'Optimizer.algorithm=@optax.lion',
     'LanguageModel.insert=@Planner',
     'LanguageModel.insert=None',
@@ -389,7 +389,7 @@ def test_a_call_in_place_of_a_class_and_a_class_in_place_of_a_call_name_the_righ
     ('train.preemption=@Preemption()', '@Preemption'),
     ('Optimizer.groups=(@recurrence_group,)', '@recurrence_group()'),
     ('Curriculum.phases=@Phase', '@Phase()'),
-    ('Block.mixers=@S5()', '@S5'),
+    ('local/Block.mixers=@S5()', '@S5'),
     ('StepSettings.objective=@Prediction()', '@Prediction'),
     ('LanguageModel.ngrams=@NgramEmbedding()', '@NgramEmbedding'),
     ('Optimizer.algorithm=@optax.lion()', '@optax.lion'),

@@ -43,7 +43,7 @@ def check_flag_types(bindings: Sequence[Statement]) -> None:
 def check_parameter_types(effective: Effective) -> None:
   """Checks that each value fits the annotation of its parameter, and each number its range."""
   macros = macros_of(effective.values())
-  for (scope, selector, name), statement in effective.items():
+  for (_, selector, name), statement in effective.items():
     wrapped = gin_config._REGISTRY[selector].wrapped
     parameter = parameters_of(wrapped).get(name)
     if parameter is None:  # one of **kwargs
@@ -56,7 +56,7 @@ def check_parameter_types(effective: Effective) -> None:
     expected = None
     if value is not None or parameter.default is not None:
       expected = _expected(value, parameter.annotation)
-    if expected is None and not scope and _names(references, selector):
+    if expected is None and _names(references, selector):
       expected = 'another part than itself'
     where = statement.where
     if source:
@@ -72,7 +72,7 @@ def check_parameter_types(effective: Effective) -> None:
 
 
 def _names(references: Sequence[Reference], selector: str) -> bool:
-  """Whether a reference without a scope names the configurable with this selector."""
+  """Whether a reference names the configurable with this selector, in the scope of its binding."""
   unscoped = [reference.name for reference in references if '/' not in reference.name]
   selectors = [find(name).selector for name in unscoped]
   return selector in selectors
