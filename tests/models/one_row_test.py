@@ -1,4 +1,6 @@
-"""What a batch of one row costs a CPU."""
+"""How parameters meet activations: what a batch of one row costs a CPU, and layers that keep w."""
+
+import types
 
 import haiku as hk
 import jax
@@ -9,6 +11,7 @@ import platforms_test
 import pytest
 
 from valkyrie.models.layers import RMSNorm, broadcast
+from valkyrie.sharding import ambient
 
 TIME = 16
 WIDTH = platforms_test.WIDTH
@@ -46,8 +49,16 @@ def test_gradients_by_channel_are_sums_of_arrays_without_an_axis_of_one_row(name
       assert 1 not in axes, f'[1, T, ..] = {list(shape)} is summed over its tokens'
 
 
-def test_a_parameter_beside_activations():
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_a_parameter_beside_activations(platform):
+  """On accelerators no layer may keep it for each token."""
   w = jnp.arange(3.0)
   for leading in ((), (1,), (1, 1), (2, 1, 4), (0, 2)):
     x = jnp.ones((*leading, 3))
-    np.testing.assert_array_equal(broadcast(w, x), np.broadcast_to(w, x.shape))
+    with ambient.within(devices=[types.SimpleNamespace(platform=platform)]):
+      found = broadcast(w, x)
+    if platform == 'cpu':
+      assert found.shape == x.shape
+    else:
+      assert found.shape == (*[1] * len(leading), 3)
+    np.testing.assert_array_equal(found * x, np.broadcast_to(w, x.shape))
