@@ -55,7 +55,14 @@ def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
   tensors = load_file(folder / 'model.safetensors')
   tensors['final_norm.scale'] = 1.001 * tensors['final_norm.scale']
   save_file(tensors, tmp_path / 'other.safetensors')
-  for source in (base, tmp_path / 'other.safetensors'):
+  # A run and an export are compared in all tensors.
+  whole = tmp_path / 'whole'
+  assert start(f'--model_dir={task}', '--run_mode=export', f'--output={whole}') == 0
+  assert with_first_carry(base, whole).score('abba' * 20)[0].log_prob == scores[0]
+  tensors = load_file(whole / 'model.safetensors')
+  tensors['embedding'][0] *= 1.001
+  save_file(tensors, tmp_path / 'altered.safetensors')
+  for source in (base, tmp_path / 'other.safetensors', tmp_path / 'altered.safetensors'):
     with pytest.raises(
       ConfigurationError, match='no first carry that was learned with the weights'
     ):

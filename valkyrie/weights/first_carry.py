@@ -11,6 +11,7 @@ from valkyrie.errors import ConfigurationError
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
 from valkyrie.types import Params
+from valkyrie.weights import named_tensors
 from valkyrie.weights.initial import FRESH, InitialWeights
 from valkyrie.weights.source import open_source
 from valkyrie.weights.tensor_files import Tensor
@@ -47,10 +48,28 @@ def with_first_carry(
 
 
 def _are_of_same_weights(tensors: Mapping[str, Tensor], params: Params) -> bool:
-  """Whether a source and the parameters have the same last norm."""
-  scale = params['model/final_norm']['scale']
-  tensor = tensors.get('final_norm.scale')
-  if tensor is None or tensor.shape != scale.shape:
+  """Whether the tensors that a source and the parameters share begin with the same numbers.
+
+  A file of a first carry has the last norm alone; a run and an export have all tensors.
+  """
+  own = named_tensors.merged(named_tensors.of_params(params))
+  theirs = named_tensors.merged(tensors)
+  shared = own.keys() & theirs.keys()
+  if 'final_norm.scale' not in shared:
     return False
-  values = tensor.whole()
-  return bool(np.allclose(values, scale))
+  for name in shared:
+    if '.first_carry' not in name and not _begin_equally(own[name], theirs[name]):
+      return False
+  return True
+
+
+def _begin_equally(x: Tensor, y: Tensor) -> bool:
+  """Whether the first rows are equal, or all of two vectors; a table may have more rows."""
+  if len(x.shape) != len(y.shape) or x.shape[1:] != y.shape[1:]:
+    return False
+  index = tuple(slice(None) for _ in x.shape)
+  if len(x.shape) > 1:
+    index = (slice(0, 1), *index[1:])
+  rows_of_x = x.read(index)
+  rows_of_y = y.read(index)
+  return rows_of_x.shape == rows_of_y.shape and np.allclose(rows_of_x, rows_of_y)
