@@ -202,6 +202,21 @@ def test_a_kernel_that_computes_no_number_does_not_agree(tmp_path, monkeypatch):
     agreeing_lengths(setup(tmp_path, 'interpret'), str)
 
 
+@pytest.mark.parametrize(
+  ('fails', 'said'), [('kernel', 'it fails'), ('plain', 'the plain form fails')]
+)
+def test_a_form_that_does_not_run_is_named(fails, said, tmp_path, monkeypatch):
+  def results(make, shape, dtype, options, in_one_document):
+    form = 'kernel' if options.kernel_lengths else 'plain'
+    if form == fails:
+      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 9 GiB\nand more')
+    return [jnp.ones(1)]
+
+  monkeypatch.setattr(kernel_choice, 'results', results)
+  with pytest.raises(Disagreement, match=rf'{said} \(.*RESOURCE_EXHAUSTED: 9 GiB\)\. Set'):
+    agreeing_lengths(setup(tmp_path, 'interpret'), str)
+
+
 @pytest.mark.parametrize('is_masked', [False, True])
 def test_only_a_mask_becomes_a_bias_of_cudnn(is_masked, monkeypatch):
   called = []

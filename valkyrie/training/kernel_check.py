@@ -108,12 +108,14 @@ def _compared(
   compute_by_kernel = jax.jit(functools.partial(results, by_kernel))
   distances = []
   for in_one_document in (False, True):
-    plain = compute_plain(in_one_document)
+    try:
+      plain = jax.block_until_ready(compute_plain(in_one_document))
+    except jax.errors.JaxRuntimeError as failure:  # such as too little memory
+      return '', f'the plain form fails ({_first_line(failure)})'
     try:
       kernel = jax.block_until_ready(compute_by_kernel(in_one_document))
     except Exception as failure:
-      first, _, _ = reason_of(failure).partition('\n')
-      return '', f'it fails ({first})'
+      return '', f'it fails ({_first_line(failure)})'
     parts = jax.tree.map(_distance, kernel, plain)
     distances.append(jnp.max(jnp.stack(parts)))
   apart = float(jnp.max(jnp.stack(distances)))  # NaN, if one is
@@ -121,6 +123,11 @@ def _compared(
   if not apart <= bound:  # NaN is neither
     return finding, f'{finding}, more than {bound:.2g}'
   return finding, ''
+
+
+def _first_line(failure: Exception) -> str:
+  first, _, _ = reason_of(failure).partition('\n')
+  return first
 
 
 def _distance(x: Array, y: Array) -> Array:
