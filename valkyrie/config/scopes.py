@@ -122,7 +122,7 @@ class _Reach:
     within: Scope = ()
     if not statement.is_macro:
       holder = find(statement.parsed.selector).selector
-      within = tuple(statement.parsed.scope.split('/')) if statement.parsed.scope else ()
+      within = tuple(filter(None, statement.parsed.scope.split('/')))
     statements = [statement]
     for name in parse.macros_in(statement.parsed.value, macros):
       if name in macros:

@@ -7,8 +7,7 @@
   'path/to/tokenizer.json'    a Hugging Face tokenizer (needs the package `tokenizers`)
 
 Only EOS and the BOS of a tokenizer are special: GPT-2 has no padding, and its id 0 is the ordinary
-token '!'. Encoding never produces EOS. Truncation, padding and dropout settings in the file are
-ignored.
+token '!'. Encoding never produces EOS. Truncation, padding and dropout of the file are ignored.
 """
 
 from collections.abc import Callable, Iterable

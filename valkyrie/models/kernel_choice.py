@@ -34,6 +34,11 @@ class Limits(NamedTuple):
   misfit: str | None = None
 
 
+def asking(mixer: Any) -> Any:
+  """The mixer that may ask for kernels: the one inside of a mixer that is made of another."""
+  return getattr(mixer, 'inner', mixer)
+
+
 def why_not(mixer: Any, time: int) -> str | None:
   """Why no kernel of a mixer reads a piece of `time` tokens at once; None if one does."""
   platforms, multiple, misfit = mixer.kernel_limits

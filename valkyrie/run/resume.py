@@ -394,8 +394,7 @@ def _compare(kind: str, found: Any, expected: Any) -> list[str]:
       return []
     return [f'was {found!r}, is {expected!r}']
 
-  default = None
-  if kind == 'configuration':
-    default = default_of
-    found = computation(found)  # an earlier version may have recorded what may change now
-  return differences(found, expected, default)
+  if kind != 'configuration':
+    return differences(found, expected)
+  found = computation(found)  # an earlier version may have recorded what may change now
+  return differences(found, expected, default_of)

@@ -202,12 +202,10 @@ class Partitioner:
           named = 'the size'
           if axis == 'time':
             named = 'FullAttention.max_context'
-          below = size - size % parts
-          nearest = f'{below} or {below + parts}' if below else f'{parts}'
           raise ConfigurationError(
             f'{leaf_path(key_path)} of shape {tuple(leaf.shape)} cannot be split over '
             f'{sharding.spec}: {size} is not a multiple of {parts} devices. Change {named} to '
-            f'{nearest}, or Partitioner.axis_rules.'
+            f'{_nearest(size, parts)}, or Partitioner.axis_rules.'
           )
       return sharding
 
@@ -339,10 +337,14 @@ def _check_divides(name: str, size: int, parts: int, also: str = '') -> None:
   if size < 1:
     raise ConfigurationError(f'{name}={size} must be at least 1. Use {parts}.')
   if size % parts:
-    below = size // parts * parts
-    nearest = f'{parts}'
-    if below:
-      nearest = f'{below} or {below + parts}'
     raise ConfigurationError(
-      f'{name}={size} does not divide over {parts} devices. Use {nearest}{also}.'
+      f'{name}={size} does not divide over {parts} devices. Use {_nearest(size, parts)}{also}.'
     )
+
+
+def _nearest(size: int, parts: int) -> str:
+  """The sizes beside one that does not divide into so many parts, for a message."""
+  below = size // parts * parts
+  if below:
+    return f'{below} or {below + parts}'
+  return f'{parts}'

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from valkyrie.config.ranges import NonNegativeFloat, PositiveInt, check_fields
 from valkyrie.errors import ConfigurationError, check_choice
-from valkyrie.models import language_model
+from valkyrie.models import kernel_choice, language_model
 from valkyrie.models.features import ACTIVATIONS, Description, Features
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
@@ -211,7 +211,7 @@ def _check_kernels(make: Callable[..., LanguageModel]) -> None:
   blocks = language_model.asked(make, lambda model: model.blocks())
   for block in blocks:
     for mixer in block.mixers:
-      asking = getattr(mixer, 'inner', mixer)
+      asking = kernel_choice.asking(mixer)
       choice = getattr(asking, 'kernels', None)
       if choice not in (None, 'prefer'):
         name = f'{type(asking).__name__}.kernels'

@@ -33,7 +33,7 @@ def kernel_results(
     shape = (rows, time, about.width)
     for number, block in enumerate(blocks):
       for place, mixer in enumerate(block.mixers):
-        asking = getattr(mixer, 'inner', mixer)
+        asking = kernel_choice.asking(mixer)
         if getattr(asking, 'kernels', None):
           rebuild = functools.partial(make_mixer, make, number, place)
           results = functools.partial(kernel_choice.results, rebuild, shape, about.compute_dtype)

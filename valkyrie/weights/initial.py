@@ -240,13 +240,13 @@ class InitialWeights:
       )
 
   def _check_settings(self, source: Source, make: Callable[..., LanguageModel]) -> None:
-    """Compares the settings that shapes do not tell; with `partial`, attention may differ."""
+    """Compares the settings that shapes do not tell; `partial` lets `OF_PARTIAL` differ."""
     if source.config is None:
       return
     lines = []
     plan = huggingface.plan(source.config)
     for name, line in settings.differences(plan, settings.settings_of(make)):
-      if not (self.partial and name in (*settings.SIGHT, 'LanguageModel.vocabulary_size')):
+      if not (self.partial and name in settings.OF_PARTIAL):
         lines.append(line)
     if lines:
       raise ConfigurationError(

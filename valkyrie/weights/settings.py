@@ -10,8 +10,10 @@ from valkyrie.models.language_model import LanguageModel, asked
 from valkyrie.weights.facts import canonical, norm_epsilon
 from valkyrie.weights.plan import Kind, Plan, references
 
-# The bindings that decide which tokens a token sees, in both kinds of attention.
-SIGHT = (
+# What may differ from a source with `InitialWeights.partial`: which tokens there are, and which of
+# them a token sees, in both kinds of attention.
+OF_PARTIAL = (
+  'LanguageModel.vocabulary_size',
   'Block.mixers',
   *(f'LongformerAttention.{name}' for name in ('window', 'document_start', 'dilations')),
 )
