@@ -30,8 +30,6 @@ from valkyrie.errors import (
   ConfigurationError,
   UsageError,
   ValkyrieError,
-  message_of,
-  notes_of,
 )
 from valkyrie.storage import held_folder, run_directory
 
@@ -190,12 +188,8 @@ def _explain(error: BaseException) -> int:
   """Prints the error, and returns its exit code."""
   if not isinstance(error, ValkyrieError):
     error = backends.misfit(error) or error
-  if isinstance(error, ValkyrieError):
-    print(f'valkyrie: {message_of(error)}', *notes_of(error), sep='\n', file=sys.stderr)
-    return error.exit_code
-  if isinstance(error, KeyboardInterrupt):
-    print('valkyrie: interrupted', file=sys.stderr)
-    return 130
+  if isinstance(error, ValkyrieError | KeyboardInterrupt):
+    return console.explain(error)
   traceback.print_exception(error)
   failure = device_error(error)
   if failure:

@@ -21,6 +21,7 @@ import numpy as np
 
 import valkyrie
 from valkyrie.data.document_source import DIGITS, NOISE, symbols
+from valkyrie.distributed import console
 from valkyrie.tasks.recall import KEYS, filler
 
 WIDTH = 4  # tokens of a passage
@@ -58,6 +59,7 @@ def recall(random: np.random.RandomState, tokens: int, keys: int) -> Planted:
 TASKS = {'recall': recall, 'passkey': passkey}
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints a line for each text; returns the exit code."""
   parser = argparse.ArgumentParser(

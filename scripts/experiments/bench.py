@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.distributed import console
 from valkyrie.sharding.partitioner import Partitioner
 
 LAYOUT = 'gin/partition/single.gin'
@@ -82,6 +83,7 @@ def _say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Measures, prints the report, and writes --json."""
   flags, gin_flags = _flags(arguments)
@@ -201,4 +203,4 @@ def _machine(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

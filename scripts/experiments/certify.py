@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import page_blocks
 
+from valkyrie.distributed import console
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / 'docs' / 'results' / 'performance.md'
 FOLDER = pathlib.Path('runs', 'certificates')
@@ -237,6 +239,7 @@ def certificate(flags: Sequence[str], environment: Sequence[str] = ()) -> Certif
   return found
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the tables of TPUs, and writes those with all rows into PAGE."""
   return write(TABLES, PAGE, 'certify', arguments)

@@ -13,6 +13,8 @@ import sys
 
 import certify
 
+from valkyrie.distributed import console
+
 PAGE = certify.ROOT / 'docs' / 'results' / 'one_chip.md'
 # The flags of XLA that a run on GPUs has.
 ENVIRONMENT = ('bash', '-c', 'source scripts/gpu_environment && exec "$@"', 'certify_gpus')
@@ -97,6 +99,7 @@ TABLE = certify.Table(
 )
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the table, and writes it into PAGE if it has all rows."""
   return certify.write([TABLE], PAGE, 'certify_gpus', arguments, ENVIRONMENT)

@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any
 
+from valkyrie.distributed import console
 from valkyrie.monitoring.json_lines import read_lines
 
 SCRIPTS = pathlib.Path(__file__).parent
@@ -168,6 +169,7 @@ def default_run() -> str:
   return 'gin/h100.gin' if has_nvidia else 'gin/one_chip.gin'
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Writes the page, and prints it; returns 1 if a command failed or a check differs."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

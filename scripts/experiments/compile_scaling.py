@@ -16,6 +16,8 @@ import sys
 import tempfile
 from typing import Any
 
+from valkyrie.distributed import console
+
 COMMAND = (
   *('-m', 'valkyrie.main', '--gin_file=gin/v4_32.gin'),
   *('--run_mode=precompile', '--topology=v4:4x4x2'),
@@ -38,6 +40,7 @@ def compiled(layers: int, chunks: int) -> Mapping[str, Any]:
   return certificate
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -60,4 +63,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -7,12 +7,14 @@ Of the shape of Qwen3.5-2B, with three recurrences to one layer of full attentio
 # Environment: base
 
 import pathlib
+import sys
 
 import gin
 import jax
 
 from valkyrie import main as program
 from valkyrie.config.load import load_gin
+from valkyrie.distributed import console
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.model import Model
@@ -30,6 +32,7 @@ def model(length: int) -> Model:
   return language_model.transform(gin.get_configurable(LanguageModel))
 
 
+@console.program
 def main() -> None:
   """Prints the table."""
   alone = model(2).about.forward_flops
@@ -50,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -33,7 +33,8 @@ import numpy as np
 import optax
 from scipy.optimize import linear_sum_assignment
 
-from valkyrie.errors import DataError, ValkyrieError
+from valkyrie.distributed import console
+from valkyrie.errors import DataError
 from valkyrie.lab.decomposition import importance
 from valkyrie.lab.decomposition.faithfulness import faithful, unfaithfulness
 from valkyrie.lab.decomposition.masks import Stochastic, Tokens
@@ -461,6 +462,7 @@ def report(name: str, toy: Toy, seeds: Sequence[int], target_seed: int) -> None:
   )
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the tables of the toys that are named."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -481,8 +483,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  try:
-    main()
-  except ValkyrieError as error:
-    print(f'decompose_toys: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+  sys.exit(main())

@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Sequence
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from generate_bench import MIB, Hybrid, Llama
 import jax
 import numpy as np
 
+from valkyrie.distributed import console
 from valkyrie.inference import documents
 
 
@@ -95,6 +97,7 @@ def _seconds(seconds: float | None) -> str:
   return '' if seconds is None else f'{seconds:.2f} s'
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,4 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -13,11 +13,14 @@ file and reads the same document.
 import argparse
 from collections.abc import Mapping, Sequence
 import json
+import sys
 import time
 from typing import Any
 import urllib.request
 
 import numpy as np
+
+from valkyrie.distributed import console
 
 FILE = 'document.bin'
 MIB = 2**20
@@ -49,6 +52,7 @@ class Server:
     print(f'{what}: {seconds:.2f} s, in which {count:,} tokens were read')
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints a line for each thing that is done."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -76,4 +80,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

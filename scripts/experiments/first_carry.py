@@ -27,6 +27,7 @@ import warnings
 from bench_runs import with_bindings
 
 import valkyrie
+from valkyrie.distributed import console
 from valkyrie.monitoring.json_lines import by_step
 
 PACKAGES = ('numpy', 'scipy', 'jax', 'optax', 'haiku', 'matplotlib')
@@ -77,6 +78,7 @@ def run(*flags: str) -> None:
   subprocess.run([sys.executable, '-m', 'valkyrie.main', *flags], check=True)
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table; a second call goes on."""
   flags = _flags(arguments)
@@ -196,4 +198,4 @@ def _cell(learned: Learned) -> str:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

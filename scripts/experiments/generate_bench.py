@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.distributed import console
 from valkyrie.inference.generation import GREEDY
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.models import language_model
@@ -122,6 +124,7 @@ class Llama:
     return timed, kept
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -175,4 +178,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

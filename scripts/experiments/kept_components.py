@@ -10,6 +10,7 @@ are kept stay at all tokens. All others, and the deltas, are gone: what is left 
 import argparse
 from collections.abc import Mapping, Sequence
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 from valkyrie import main as command_line
 from valkyrie.config.load import load_gin
 from valkyrie.data.read_ahead import prefetch
+from valkyrie.distributed import console
 from valkyrie.lab.decomposition.evaluation import ComponentScores
 from valkyrie.models import language_model
 from valkyrie.models.features import SITES
@@ -32,6 +34,7 @@ from valkyrie.types import Array
 from valkyrie.weights.restored import restored_params
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints a line for each number of components that are kept."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -121,4 +124,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -31,13 +31,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from valkyrie import main
+from valkyrie import main as program
 from valkyrie.command_line import parse_command_line
 from valkyrie.config import record
 from valkyrie.config.load import load_gin
 from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
-from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError
+from valkyrie.distributed import console
+from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.monitoring.json_lines import JsonLines
 from valkyrie.run import configuration_files
 from valkyrie.storage import whole_file
@@ -132,7 +133,7 @@ def train(name: str, size: int, arguments: list[str]) -> None:
     flags.gin_file,
     gin_flags,
     allowed_imports=flags.gin_allow_import,
-    modules=main.CONFIGURABLE_MODULES,
+    modules=program.CONFIGURABLE_MODULES,
   )
   bound = record.bindings()
   folder = pathlib.Path(flags.model_dir)
@@ -199,16 +200,18 @@ def nats(model: nn.Module, tokens: np.ndarray) -> np.ndarray:
   return functional.cross_entropy(logits.mT, ids[:, 1:], reduction='none').numpy()
 
 
+@console.program
+def main() -> None:
+  """Trains the model that the command line names."""
+  match sys.argv[1:]:
+    case [name, size, *flags] if name in MODELS and re.fullmatch(r'[1-9]\d*', size):
+      train(name, int(size), flags)
+    case _:
+      raise UsageError(
+        f'Name one of {", ".join(MODELS)} first, then the tokens of a row, such as 64, and then '
+        'the flags of a run.'
+      )
+
+
 if __name__ == '__main__':
-  try:
-    match sys.argv[1:]:
-      case [name, size, *flags] if name in MODELS and re.fullmatch(r'[1-9]\d*', size):
-        train(name, int(size), flags)
-      case _:
-        raise UsageError(
-          f'Name one of {", ".join(MODELS)} first, then the tokens of a row, such as 64, and then '
-          'the flags of a run.'
-        )
-  except ValkyrieError as error:
-    print(f'learn_peers: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+  sys.exit(main())

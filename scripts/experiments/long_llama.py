@@ -11,6 +11,7 @@ in the backward pass, and logits in pieces that are computed again, too.
 import argparse
 from collections.abc import Sequence
 import statistics
+import sys
 import time
 
 import peers
@@ -18,6 +19,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 import transformers
+
+from valkyrie.distributed import console
 
 # tokens of a piece of the logits
 VOCABULARY = 50257
@@ -56,6 +59,7 @@ def loss_of(model: transformers.LlamaForCausalLM, tokens: torch.Tensor) -> torch
   return sum(checkpoint(summed, *piece, use_reentrant=False) for piece in pieces) / len(targets)
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -90,4 +94,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

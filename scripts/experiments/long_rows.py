@@ -15,11 +15,13 @@ scripts/experiments/long_llama.py has the same table of Hugging Face's Llama.
 import argparse
 from collections.abc import Sequence
 import statistics
+import sys
 
 from bench_runs import WHOLE, Trainer, variants, with_bindings
 import jax
 
 from valkyrie.config.load import load_gin
+from valkyrie.distributed import console
 from valkyrie.main import CONFIGURABLE_MODULES
 from valkyrie.sharding.partitioner import Partitioner
 from valkyrie.training import tbptt
@@ -35,6 +37,7 @@ def carries_in_bytes(trainer: Trainer, chunks: int) -> int:
   return (length + chunks // length) * one
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -86,4 +89,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

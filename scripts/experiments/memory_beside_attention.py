@@ -36,6 +36,7 @@ import numpy as np
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data.read_ahead import prefetch
+from valkyrie.distributed import console
 from valkyrie.lab.comparison import trials
 from valkyrie.lab.comparison.findings import bits
 from valkyrie.models import language_model
@@ -80,6 +81,7 @@ class Model(NamedTuple):
     return 'all'
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Trains and scores what is missing, and prints the tables after each model."""
   flags = _flags(arguments)
@@ -261,4 +263,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import pathlib
+import sys
 from typing import NamedTuple
 
 from bench_runs import with_bindings
@@ -29,6 +30,7 @@ import scipy.stats
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data.read_ahead import prefetch
+from valkyrie.distributed import console
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.model import Model
@@ -49,6 +51,7 @@ class Curve(NamedTuple):
   half: np.ndarray
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table, and draws the picture."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,4 +153,4 @@ def draw_differences(path: pathlib.Path, curves: Mapping[str, Curve], compared_w
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -13,6 +13,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 import functools
+import sys
 
 from bench_runs import with_bindings
 import gin
@@ -21,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from valkyrie.config.load import load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
+from valkyrie.distributed import console
 from valkyrie.lab.certificates import hlo, topologies, work
 from valkyrie.models import kernel_choice, language_model
 from valkyrie.models.language_model import LanguageModel
@@ -29,6 +31,7 @@ from valkyrie.sharding import ambient
 from valkyrie.training.setup import make_mixer
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the sums and the costliest instructions of each mixer."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,4 +82,4 @@ def _print(name: str, works: Sequence[work.Work], largest: int) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.config.load import load_gin
+from valkyrie.distributed import console
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel
@@ -114,6 +115,7 @@ def timed(name: str, function: Callable[..., Array], *arguments: Any) -> np.ndar
   return found
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the derivatives; returns 1 if they differ."""
   parser = argparse.ArgumentParser(

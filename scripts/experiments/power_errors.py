@@ -4,10 +4,13 @@ bash scripts/experiment power_errors
 """
 # Environment: base
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.distributed import console
 from valkyrie.models.recurrence.scan import FORMS, Complex, diagonal_scan
 from valkyrie.models.recurrence.sharded_scan import powers
 from valkyrie.models.s5 import init
@@ -45,6 +48,7 @@ def running_product(form: str):
   return of
 
 
+@console.program
 def main() -> None:
   """Prints the table."""
   methods = {'tables': tables, **{f'{form} product': running_product(form) for form in FORMS}}
@@ -63,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

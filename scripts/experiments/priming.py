@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 
+from valkyrie.distributed import console
 from valkyrie.monitoring.json_lines import by_step
 
 FILES = 'scripts/experiments'
@@ -29,6 +30,7 @@ PRIMED = '--gin.InitialWeights.primed=True'
 KINDS = ('primed', 'fresh', 'fresh, taught', 'primed, taught')
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Trains what is missing, and prints the table."""
   parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
@@ -106,4 +108,4 @@ def table(found: Mapping[str, Sequence[Mapping[int, float]]]) -> str:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

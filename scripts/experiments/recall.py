@@ -29,6 +29,7 @@ import numpy as np
 from valkyrie import main as command_line
 from valkyrie.config.load import load_gin
 from valkyrie.data.vocabularies import ByteVocabulary
+from valkyrie.distributed import console
 from valkyrie.models import language_model
 from valkyrie.models.carry_cuts import cut_carry
 from valkyrie.models.language_model import LanguageModel
@@ -221,6 +222,7 @@ def train(file: str, model_dir: pathlib.Path, gin_flags: Sequence[str]) -> None:
   subprocess.run([*command, f'--model_dir={model_dir}', *gin_flags], check=True)
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table after every mixer."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -284,4 +286,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -20,6 +20,7 @@ import tempfile
 import time
 
 from valkyrie.config import paths
+from valkyrie.distributed import console
 
 # The beginning of the line that ends each part; the third line tells how long each half took.
 PARTS = {
@@ -67,6 +68,7 @@ def start(gin_file: str, programs: pathlib.Path) -> dict[str, float]:
   return found
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints a table, with a row for each start."""
   parser = argparse.ArgumentParser(
@@ -89,4 +91,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

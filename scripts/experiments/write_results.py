@@ -21,6 +21,8 @@ import sys
 
 import page_blocks
 
+from valkyrie.distributed import console
+
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs' / 'results'
 COMMAND = re.compile(r'^<!-- run: (.*) -->$', re.MULTILINE)
 
@@ -34,6 +36,7 @@ def shown(printed: str) -> str:
   return '\n'.join(f'    {line}'.rstrip() for line in lines)
 
 
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Returns 1 if a command failed; then what it had printed before stays on the page."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

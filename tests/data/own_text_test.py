@@ -78,7 +78,7 @@ def test_the_flags_are_printed_and_a_missing_text_is_an_error(text, capsys):
   flags = capsys.readouterr().out.splitlines()
   assert flags[0] == '--gin_file=gin/data/text.gin' and '--gin.text_cut=9' in flags
   assert own_text.main(['/not/there', '--gin_file=gin/words_cpu.gin']) == 65
-  assert 'error: The source /not/there' in capsys.readouterr().err
+  assert 'valkyrie: The source /not/there' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('sizes', [[6000], [300, 90_000], [2000] * 30])

@@ -12,6 +12,9 @@ import time
 
 import pytest
 
+from valkyrie.distributed import console
+from valkyrie.errors import DataError, StorageError
+
 SCRIPT = """
 import os, pathlib, subprocess, sys, time
 from valkyrie.distributed.console import lasting_streams
@@ -157,3 +160,31 @@ def test_a_result_in_a_file_is_as_it_is(tmp_path):
     command = [sys.executable, str(tmp_path / 'script.py')]
     subprocess.run(command, check=True, stdout=file, stderr=subprocess.PIPE)
   assert '\x9b of a model\n\té\n' in (tmp_path / 'out').read_text()
+
+
+@pytest.mark.parametrize(
+  ('error', 'code', 'said'),
+  [
+    (StorageError('The disk is full.'), 74, 'valkyrie: The disk is full.\n'),
+    (DataError('Found \x1b[2J.'), 65, 'valkyrie: Found \\x1b[2J.\n'),
+    (KeyboardInterrupt(), 130, 'valkyrie: interrupted\n'),
+    (None, 0, ''),
+  ],
+)
+def test_a_program_explains_its_end(capsys, error, code, said):
+  @console.program
+  def main():
+    if error:
+      raise error
+
+  assert main() == code
+  assert capsys.readouterr().err == said
+
+
+def test_a_program_shows_where_a_bug_is():
+  @console.program
+  def main():
+    raise KeyError('a bug')
+
+  with pytest.raises(KeyError):
+    main()

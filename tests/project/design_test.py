@@ -128,6 +128,16 @@ def test_module_titles_are_no_questions():
     assert title.split()[0].lower() not in QUESTIONS, file
 
 
+def test_every_program_explains_its_errors():
+  # main ends its processes, too; the others run another program, or answer only the one above them.
+  others = {'main', 'supervisor', 'template_program', 'learn'}
+  files = [*PACKAGE.rglob('*.py'), *(ROOT / 'scripts' / 'experiments').glob('*.py')]
+  for file in files:
+    text = file.read_text()
+    if file.stem not in others and "__name__ == '__main__'" in text:
+      assert '@console.program\ndef main(' in text and text.endswith('  sys.exit(main())\n'), file
+
+
 def test_every_invariant_is_held_by_tests_and_every_mark_is_an_invariant():
   text = (ROOT / 'docs' / 'design.md').read_text().partition('## Invariants')[2]
   stated = {int(number) for number in re.findall(r'^(\d+)\. \*\*', text, re.M)}

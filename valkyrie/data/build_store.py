@@ -166,18 +166,15 @@ def _end_with_the_input() -> NoReturn:
 
 
 @console.lasting_streams()
-def main(line: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit code, and prints an error to standard error."""
+@console.program
+def main(line: Sequence[str] | None = None) -> None:
+  """Runs the command line, and prints what is done."""
   arguments = _parser().parse_args(line)
   # Only tf.data is used, so that the accelerators stay free for training.
   os.environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
   if arguments.for_a_run:
     _answer(arguments)
-  try:
-    done = _run(arguments)
-  except ValkyrieError as error:
-    print(f'build_store: {error}', file=sys.stderr)
-    return error.exit_code
+  done = _run(arguments)
   if arguments.mixture is not None:
     print(json.dumps(done))
   elif done is None:
@@ -185,7 +182,6 @@ def main(line: Sequence[str] | None = None) -> int:
   else:
     lines = [str(arguments.output), *_statistics(done)]
     print('\n'.join(lines))
-  return 0
 
 
 def _statistics(information: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,6 @@ from valkyrie.config import parse
 from valkyrie.data.records import STREAMED, Records
 from valkyrie.data.splits import TRAIN, VALIDATION
 from valkyrie.distributed import console
-from valkyrie.errors import ValkyrieError, message_of
 
 _DOCUMENTS_PER_ROW = 2  # at least
 _SMALLEST_CUT = 16  # bytes: shorter pieces teach nothing
@@ -126,22 +125,18 @@ def _cut(records: Records, column: str, needed: int) -> tuple[int | None, str]:
 
 
 @console.lasting_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the flags; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the flags."""
   parser = argparse.ArgumentParser('valkyrie.data.own_text', allow_abbrev=False)
   parser.add_argument('location')
   parser.add_argument('--gin_file', action='append', default=[])
   known, others = parser.parse_known_args(arguments)
   gin_flags = [flag for flag in others if flag.startswith(parse.FLAG)]
-  try:
-    settings = own_text(known.location, known.gin_file, gin_flags)
-  except ValkyrieError as error:
-    print(f'error: {message_of(error)}', file=sys.stderr)
-    return error.exit_code
+  settings = own_text(known.location, known.gin_file, gin_flags)
   for sentence in settings.sentences:
     print(sentence, file=sys.stderr)
   print(*settings.flags, sep='\n')
-  return 0
 
 
 if __name__ == '__main__':

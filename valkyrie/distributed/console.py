@@ -1,16 +1,26 @@
-"""A program and its console: the signals that stop it, and standard streams that never stop it."""
+"""A program and its console: the signals that stop it, its standard streams and its last words."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import functools
 import io
 import os
 import signal
 import sys
-from typing import Any, TextIO, cast
+from typing import Any, ParamSpec, TextIO, cast
 
 from valkyrie.distributed.unread import UnreadStream, may_wait
-from valkyrie.errors import StorageError, ValkyrieError, reason_of, write_errors
+from valkyrie.errors import (
+  StorageError,
+  ValkyrieError,
+  message_of,
+  notes_of,
+  reason_of,
+  write_errors,
+)
 from valkyrie.foreign import shown_lines
+
+_Arguments = ParamSpec('_Arguments')
 
 # The signals that ask a process to save and end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -195,16 +205,35 @@ def standard_output(otherwise: str) -> Iterator[TextIO]:
       stream.flush()
 
 
-def printed(text_of: Callable[[], str]) -> int:
-  """Prints a text, which is the result of the program; returns the exit code of its errors."""
-  try:
-    text = text_of()
-    with standard_output('name another file after >') as file:
-      file.write(text)
-  except ValkyrieError as error:
-    print(shown_lines(f'valkyrie: {error}'), file=sys.stderr)
-    return error.exit_code
-  return 0
+def print_result(text: str) -> None:
+  """Prints a text, which is the result of the program; raises as `standard_output`."""
+  with standard_output('name another file after >') as file:
+    file.write(text)
+
+
+def explain(error: ValkyrieError | KeyboardInterrupt) -> int:
+  """Prints why a program ends on standard error; returns its exit code."""
+  if isinstance(error, KeyboardInterrupt):
+    print('valkyrie: interrupted', file=sys.stderr)
+    return 128 + signal.SIGINT
+  lines = [f'valkyrie: {message_of(error)}', *notes_of(error)]
+  print(shown_lines('\n'.join(lines)), file=sys.stderr)
+  return error.exit_code
+
+
+def program(
+  main: Callable[_Arguments, int | None],
+) -> Callable[_Arguments, int]:
+  """A decorator: `main` returns an exit code, and explains an error of ours or an interrupt."""
+
+  @functools.wraps(main)
+  def explained(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> int:
+    try:
+      return main(*arguments, **options) or 0
+    except (ValkyrieError, KeyboardInterrupt) as error:
+      return explain(error)
+
+  return explained
 
 
 @contextlib.contextmanager

@@ -11,24 +11,21 @@ from typing import Any
 
 from valkyrie import packages
 from valkyrie.distributed import console
-from valkyrie.errors import ConfigurationError, ValkyrieError, message_of
+from valkyrie.errors import ConfigurationError
 
 
 @console.lasting_streams()
+@console.program
 def main() -> int | None:
   """Runs the harness's own command line, with the model `valkyrie`."""
   try:
     command: Any = importlib.import_module('lm_eval.__main__')
     importlib.import_module('valkyrie.inference.harness_model')
   except ModuleNotFoundError as error:
-    advice = packages.install('lm-eval')
-    print(f'valkyrie: The package {error.name} is missing. Install it: {advice}', file=sys.stderr)
-    return ConfigurationError.exit_code
-  try:
-    return command.cli_evaluate()
-  except ValkyrieError as error:
-    print(f'valkyrie: {message_of(error)}', file=sys.stderr)
-    return error.exit_code
+    raise ConfigurationError(
+      f'The package {error.name} is missing. Install it: {packages.install("lm-eval")}'
+    ) from None
+  return command.cli_evaluate()
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from valkyrie.distributed import console
-from valkyrie.errors import StorageError, ValkyrieError, is_there, usable_path, write_errors
+from valkyrie.errors import StorageError, is_there, usable_path, write_errors
 from valkyrie.monitoring.html_page import Link, document, table
 from valkyrie.monitoring.pictures import Curve, by_position, can_be_drawn, figure
 from valkyrie.monitoring.recorded_run import COSTS, Line, Run, read_run
@@ -258,8 +258,9 @@ def write_folder(folder: pathlib.Path, runs: Sequence[Run]) -> None:
 
 
 @console.lasting_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes the page; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Writes the page."""
   about = 'Writes a page about one or more runs, or a folder of pages with an index.'
   parser = argparse.ArgumentParser('valkyrie-report', description=about, allow_abbrev=False)
   parser.add_argument('runs', nargs='+', metavar='RUN', help='its directory or address')
@@ -267,23 +268,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
   where.add_argument('--output', default='report.html', help='default: %(default)s')
   where.add_argument('--folder', help='for index.html, a page about each run, and one about all')
   flags = parser.parse_args(arguments)
-  try:
-    recorded_runs = [read_run(opened(run)) for run in flags.runs]
-    if flags.folder is not None:
-      folder = pathlib.Path(usable_path('--folder', flags.folder))
-      write_folder(folder, recorded_runs)
-      print(folder / 'index.html')
-      return 0
-    text = page(recorded_runs)
-    output = pathlib.Path(usable_path('--output', flags.output))
-    if is_there(output):
-      raise StorageError(f'{output} is there already. Name another --output.')
-    whole_file.write(output, text.encode(errors='replace'), 'name another --output')
-  except ValkyrieError as error:
-    print(f'valkyrie: {error}', file=sys.stderr)
-    return error.exit_code
+  recorded_runs = [read_run(opened(run)) for run in flags.runs]
+  if flags.folder is not None:
+    folder = pathlib.Path(usable_path('--folder', flags.folder))
+    write_folder(folder, recorded_runs)
+    print(folder / 'index.html')
+    return
+  text = page(recorded_runs)
+  output = pathlib.Path(usable_path('--output', flags.output))
+  if is_there(output):
+    raise StorageError(f'{output} is there already. Name another --output.')
+  whole_file.write(output, text.encode(errors='replace'), 'name another --output')
   print(output)
-  return 0
 
 
 if __name__ == '__main__':

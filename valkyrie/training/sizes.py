@@ -129,8 +129,9 @@ S5.output_init = {output_init!r}
 
 
 @console.lasting_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the file; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the file."""
   parser = argparse.ArgumentParser(
     'valkyrie-sizes',
     description=__doc__,
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   is_of_size = 2e6 <= flags.parameters <= 1e12
   if not is_of_size or flags.vocabulary_size < 2:
     parser.error('expected from 2e6 to 1e12 parameters, and at least 2 tokens')
-  return console.printed(lambda: gin_file(flags.parameters, flags.vocabulary_size))
+  console.print_result(gin_file(flags.parameters, flags.vocabulary_size))
 
 
 if __name__ == '__main__':

@@ -161,14 +161,17 @@ def _export_of(model: LanguageModel) -> Export:
   )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@console.program
+def main(arguments: Sequence[str] | None = None) -> int | None:
   """Prints the gin file of a folder; returns the exit code."""
   if arguments is None:
     arguments = sys.argv[1:]
   if len(arguments) != 1 or arguments[0].startswith('-'):
     print(__doc__, file=sys.stderr)
     return 2
-  return console.printed(lambda: gin_text(configuration(pathlib.Path(with_home(arguments[0])))))
+  folder = pathlib.Path(with_home(arguments[0]))
+  console.print_result(gin_text(configuration(folder)))
+  return None
 
 
 if __name__ == '__main__':

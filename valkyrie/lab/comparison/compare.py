@@ -32,7 +32,7 @@ from typing import Any
 from valkyrie.config import parse
 from valkyrie.data.own_text import own_text
 from valkyrie.distributed import console
-from valkyrie.errors import Preempted, ValkyrieError, message_of, usable_path
+from valkyrie.errors import Preempted, usable_path
 from valkyrie.lab.comparison import trials
 from valkyrie.lab.comparison.findings import (
   TITLES,
@@ -351,6 +351,7 @@ def _parse_over(text: str) -> tuple[str, list[str]]:
 
 
 @console.lasting_streams()
+@console.program
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a comparison, and prints the findings; returns the exit code."""
   if arguments is None:
@@ -361,13 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       add_text(flags)
     comparison = Comparison(flags)
     comparison.run()
-  except ValkyrieError as error:
-    print(f'valkyrie: {message_of(error)}', file=sys.stderr, flush=True)
-    return error.exit_code
   except KeyboardInterrupt:
-    stopped = 'valkyrie: stopped, and saved. The same command continues.'
-    print(stopped, file=sys.stderr, flush=True)
-    return Preempted.exit_code
+    raise Preempted('stopped, and saved. The same command continues.') from None
   if any(comparison.outcomes.values()):
     text_file = flags.results / 'compare.md'
     page_file = flags.results / 'compare.html'

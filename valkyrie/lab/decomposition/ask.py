@@ -34,8 +34,9 @@ _ABOUT = f"""Has an endpoint in the form of OpenAI's chat completions answer req
 {URL} and {KEY} of the environment have its address and key."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Says what would be sent, and sends it with --send; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Says what would be sent, and sends it with --send."""
   parser = argparse.ArgumentParser(description=_ABOUT, allow_abbrev=False)
   parser.add_argument('requests', help='a file of requests, such as prompts.jsonl')
   parser.add_argument('answers', help='the file of answers, which grows')
@@ -65,11 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help='attempts of a request (default: %(default)s)',
   )
   flags = parser.parse_args(arguments)
-  code = console.printed(lambda: _plan(flags))
-  if code or not flags.send:
-    return code
-  sys.stdout.flush()
-  return console.printed(lambda: _send(flags))
+  console.print_result(_plan(flags))
+  if flags.send:
+    console.print_result(_send(flags))
 
 
 def _plan(flags: argparse.Namespace) -> str:

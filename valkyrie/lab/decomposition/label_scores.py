@@ -58,13 +58,14 @@ class Score(NamedTuple):
   constant: float | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes the questions, and prints the scores; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Writes the questions, and prints the scores."""
   about = 'Asks and reports how well labels predict where components are active.'
   parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
   parser.add_argument('folder', help='RUN/labels_STEP, which --run_mode=components has written')
   flags = parser.parse_args(arguments)
-  return console.printed(lambda: _answer(pathlib.Path(with_home(flags.folder))))
+  console.print_result(_answer(pathlib.Path(with_home(flags.folder))))
 
 
 def _answer(folder: pathlib.Path) -> str:

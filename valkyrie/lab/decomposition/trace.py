@@ -21,8 +21,9 @@ from valkyrie.lab.decomposition.shown import pieces
 _AROUND = 12  # tokens that are shown on each side
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the effects; returns the exit code."""
+@console.program
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints the effects."""
   about = 'Prints which components wrote, earlier in a text, what a component reads.'
   parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
   parser.add_argument('run', help='its directory or address')
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('--count', type=int, default=20, help='effects (default: %(default)s)')
   parser.add_argument('--step', default='latest', help='default: %(default)s')
   flags = parser.parse_args(arguments)
-  return console.printed(lambda: _answer(flags))
+  console.print_result(_answer(flags))
 
 
 def _answer(flags: argparse.Namespace) -> str:
