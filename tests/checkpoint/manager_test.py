@@ -1,6 +1,7 @@
 """Saves and restores of a train state: the same bits, the retention policy, and refusals."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from valkyrie.checkpoint import state_files
 from valkyrie.checkpoint.manager import Checkpoints, open_to_read
+from valkyrie.checkpoint.manifest import DiskFiles
 from valkyrie.checkpoint.state_files import StateFiles
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.preemption import Preemption
@@ -136,6 +138,31 @@ def test_the_steps_of_the_lowest_validation_loss_are_kept(tmp_path):
     for step, loss in losses.items():
       checkpoints.save(step, make_state(), {'validation_loss': loss})
   assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['2', '4', '7']
+
+
+def test_a_best_step_that_cannot_be_read_is_not_deleted(tmp_path, monkeypatch):
+  unreadable = set()
+  read = DiskFiles.read
+
+  def refuse(files, name):
+    if files._place.name in unreadable:
+      raise OSError(errno.ESTALE, 'Stale file handle')
+    return read(files, name)
+
+  monkeypatch.setattr(DiskFiles, 'read', refuse)
+  with Checkpoints(keep=1, keep_best=1).open(tmp_path) as checkpoints:
+    for step, loss in {1: 2.0, 2: 2.5, 3: 2.5}.items():
+      checkpoints.save(step, make_state(), {'validation_loss': loss})
+    checkpoints.wait()
+    unreadable.add('1')
+    checkpoints.save(4, make_state(), {'validation_loss': 2.5})
+    checkpoints.wait()
+    assert '1' in {place.name for place in (tmp_path / 'checkpoints').iterdir()}
+    with pytest.raises(StorageError, match=r'record of step 1 .* cannot be read: Stale'):
+      open_to_read(tmp_path, 'best')
+    unreadable.clear()
+    checkpoints.save(5, make_state(), {'validation_loss': 2.5})
+  assert sorted(place.name for place in (tmp_path / 'checkpoints').iterdir()) == ['1', '5']
 
 
 @pytest.mark.parametrize('step', [4, 5])

@@ -196,6 +196,18 @@ def test_a_run_does_not_start_afresh_if_all_steps_are_damaged(run, open_run):
   assert present(run) == ['1', '2', '3'] and not (run / 'set_aside').exists()
 
 
+@pytest.mark.parametrize('step', ['2', 'best'])
+def test_a_damaged_step_that_was_asked_for_names_the_others(tmp_path, step):
+  with Checkpoints(keep=3).open(tmp_path) as checkpoints:
+    for number in (1, 2, 3):
+      record = {'validation_loss': 1.0} if number == 2 else {}
+      checkpoints.save(number, {'d': jnp.arange(9.0)}, record)
+  cut(tmp_path / 'checkpoints' / '2')
+  with pytest.raises(StorageError, match='asked for are damaged') as refusal:
+    open_to_read(tmp_path, step)
+  assert 'Name another one: 1, 3, or latest.' in str(refusal.value)
+
+
 def test_a_step_that_is_a_symbolic_link_is_refused(run, tmp_path):
   (run / 'checkpoints' / '3').rename(tmp_path / 'elsewhere')
   (run / 'checkpoints' / '3').symlink_to(tmp_path / 'elsewhere')
@@ -640,7 +652,7 @@ def test_a_full_disk_has_room_when_fewer_steps_are_kept(small_disk):
   with Checkpoints(keep=1).open(run) as checkpoints:
     assert present(run) == ['1', '2', '3'], 'a start that fails has deleted nothing'
     checkpoints.make_room()
-    assert present(run) == ['3']
+    assert present(run) == ['3'] and checkpoints._has_room
     checkpoints.save(4, state, {})
   assert present(run) == ['4']
 

@@ -15,7 +15,7 @@ from faults import fuzz
 from faults.fuzz import Kind
 from faults.harness import Harness
 from faults.table import Trial, fault
-from valkyrie.checkpoint import manifest, state_files, steps
+from valkyrie.checkpoint import chosen_steps, manifest, state_files, steps
 from valkyrie.config import record
 from valkyrie.inference import documents
 from valkyrie.inference.documents import Document
@@ -208,7 +208,7 @@ def _read_configuration(file: pathlib.Path) -> list:
 
 
 def _read_record(file: pathlib.Path) -> None:
-  steps.record(steps.DiskSteps(file.parents[2]), 9)
+  chosen_steps.record(steps.DiskSteps(file.parents[2]), 9)
 
 
 def _read_manifest(file: pathlib.Path) -> None:

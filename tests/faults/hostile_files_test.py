@@ -12,7 +12,7 @@ import tracemalloc
 import pytest
 
 from valkyrie import foreign, packages
-from valkyrie.checkpoint import manifest, steps
+from valkyrie.checkpoint import chosen_steps, manifest, steps
 from valkyrie.config import parse, record
 from valkyrie.data import (
   line_rows,
@@ -93,7 +93,9 @@ READERS = {
   'index.json': tensor_files.read_json,
   'trainer.lock': lambda file: lease.lock_holder(file.parent),
   'trainer.lease': lambda file: lease._FileLease.__dict__['_read'](LeaseAt(file)),
-  'checkpoints/3/record.json': lambda file: steps.record(steps.DiskSteps(file.parents[2]), 3),
+  'checkpoints/3/record.json': lambda file: chosen_steps.record(
+    steps.DiskSteps(file.parents[2]), 3
+  ),
   'checkpoints/3/manifest.sha256': lambda file: manifest.damage(manifest.DiskFiles(file.parent), 3),
   'store/store.json': lambda file: token_store.read_information(file.parent),
   'store/.source.jsonl': provenance._read,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from valkyrie.checkpoint import manifest, steps
+from valkyrie.checkpoint import chosen_steps, manifest, steps
 from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data import provenance, token_store, vocabularies
 from valkyrie.data.selection import Selection
@@ -293,7 +293,7 @@ def test_a_manifest_names_no_file_elsewhere(place, request, bucket):
       for one, content in objects.items():
         server.put(f'{below}/{one}', content)
     with pytest.raises(StorageError, match=f'manifest.* names .*{REFUSED} the step'):
-      steps.first_valid(steps_of(address), [3])
+      chosen_steps.first_valid(steps_of(address), [3])
     if server:
       server.delete(f'{below}/{name}')
 
@@ -344,7 +344,7 @@ def test_marks_of_folders_damage_no_step(gcs):
   objects = {'record.json': record, 'state/x': record, 'manifest.md5': text}
   for name, content in {**objects, '': b'', 'state/': b'', 'state/d/': b''}.items():
     gcs.put(f'marks/run/checkpoints/3/{name}', content)
-  assert steps.first_valid(steps_of('gs://bucket/marks/run'), [3]) == (3, {})
+  assert chosen_steps.first_valid(steps_of('gs://bucket/marks/run'), [3]) == (3, {})
 
 
 def test_an_object_with_the_name_of_a_folder_is_said(place, gcs):

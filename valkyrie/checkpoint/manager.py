@@ -21,9 +21,10 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import failed_saves, manifest, state_files, steps
+from valkyrie.checkpoint import chosen_steps, failed_saves, manifest, state_files, steps
+from valkyrie.checkpoint.chosen_steps import BEST, LATEST
 from valkyrie.checkpoint.failed_saves import FailedSaves
-from valkyrie.checkpoint.steps import BEST, LATEST, Lock
+from valkyrie.checkpoint.steps import Lock
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, Seconds, check_fields
 from valkyrie.distributed import heartbeat, processes
@@ -127,8 +128,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
   def _recover(self, step: str) -> int | None:
     """Finds the step to read; the trainer also sets aside damaged steps and deletes litter."""
     with state_files.checkpoint_errors(f'{self.directory} cannot be opened'):
-      order = steps.in_order_of_preference(self._steps, step)
-      newest, damaged = steps.first_valid(self._steps, order, once=self._read_only)
+      order = chosen_steps.in_order_of_preference(self._steps, step)
+      newest, damaged = chosen_steps.first_valid(self._steps, order, once=self._read_only)
       if self._lock:
         self._steps.open()
         self._steps.set_aside(damaged)
@@ -152,7 +153,8 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._change(self._delete_old)
     if all(processes.exchange('room', self._has_room)):
       return
-    if not self._steps.check_writable():
+    self._has_room = self._steps.check_writable()
+    if not self._has_room:
       raise StorageError(
         f'There is no room in {self.directory}, and Checkpoints.keep={self._options.keep} keeps '
         'its steps. Nothing was written. Make room there, or lower Checkpoints.keep.'
@@ -300,7 +302,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     options = self._options
     saved = [step for step in self._steps.find() if step in self._known]
     keep = options.keep - coming
-    return steps.superseded(self._steps, saved, keep, options.keep_period, options.keep_best)
+    return chosen_steps.superseded(self._steps, saved, keep, options.keep_period, options.keep_best)
 
   def _report(self, problems: Sequence[str]) -> None:
     """Reports each problem of a deletion once: what stays does not harm the run."""
@@ -313,7 +315,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     """The record of the newest valid step, or None; raises StorageError if it cannot be read."""
     if self._newest is None:
       return None
-    return steps.record(self._steps, self._newest)
+    return chosen_steps.record(self._steps, self._newest)
 
   def nearest_valid(self, goal: int) -> int | None:
     """Step `goal`, or else the first valid one after it, or else the last one before it.
@@ -326,7 +328,7 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
       with state_files.checkpoint_errors(f'{self.directory} cannot be read'):
         saved = self._steps.find()
         order = sorted(saved, key=lambda step: (step < goal, abs(step - goal)))
-        nearest, _ = steps.first_valid(self._steps, order)
+        nearest, _ = chosen_steps.first_valid(self._steps, order)
     return processes.exchange('nearest', nearest)[0]
 
   def restore(self, target: Any, partial: bool = False, step: int | None = None) -> Any:

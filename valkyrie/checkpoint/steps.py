@@ -4,22 +4,18 @@ Only what this program made is deleted: a save has a mark in its folder until it
 step has a manifest of its files. `storage.owned` deletes both.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 import contextlib
 import errno
 import logging
-import math
 import os
 import pathlib
 import tempfile
-from typing import Any
 
-from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.bucket_steps import BucketLock, BucketSteps
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, DiskFiles, is_step
 from valkyrie.errors import (
-  ConfigurationError,
   StorageError,
   first_of,
   storage_errors,
@@ -30,9 +26,6 @@ from valkyrie.storage import owned
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
-# Steps to read, beside numbers.
-LATEST = 'latest'
-BEST = 'best'
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHOWN = 3  # names of files of others
 
@@ -250,105 +243,6 @@ def steps_of(model_dir: str | os.PathLike) -> Steps:
   if isinstance(directory, BucketDirectory):
     return BucketSteps(directory)
   return DiskSteps(directory)
-
-
-def first_valid(
-  steps: Steps,
-  order: Iterable[int],
-  once: bool = False,
-) -> tuple[int | None, dict[int, str]]:
-  """The first valid step in an order, None if it is empty; and {step: damage} of steps before it.
-
-  Logs these. With `once`, files that this process has read so are read again only if they have
-  changed since. Raises a StorageError if all steps are damaged.
-  """
-  damaged = {}
-  for step in order:
-    with storage_errors(
-      f'Step {step} in {steps.place} cannot be read, so that nobody can tell whether it is valid',
-      'Nothing was changed. Repair the disk and run the same command again, or move '
-      f'{steps.path(step)} away to use the step before.',
-    ):
-      damage = manifest.damage(steps.files(step, once), step)
-    if damage is None:
-      for other, its_damage in damaged.items():
-        log = '%s is damaged: %s. Step %s is used in its place'
-        logging.warning(log, steps.path(other), its_damage, step)
-      return step, damaged
-    damaged[step] = damage
-  if damaged:
-    described = [f'  step {step}: {damage}' for step, damage in damaged.items()]
-    lines = '\n'.join(described)
-    raise StorageError(
-      f'All steps in {steps.place} are damaged, so that the run cannot continue from any:\n'
-      f'{lines}\nNothing was changed. Restore the directory from a copy, move it away to start '
-      'from step 0, or name another --model_dir.'
-    )
-  return None, {}
-
-
-def in_order_of_preference(steps: Steps, step: str) -> list[int]:
-  """The steps to read for LATEST, BEST or a number; ConfigurationError if there is none."""
-  saved = steps.find()
-  if step == LATEST:
-    return saved[::-1]
-  if step == BEST:
-    chosen = best_first(steps, saved)
-    missing = 'step with a validation loss'
-  else:
-    chosen = [number for number in saved if str(number) == step]
-    missing = f'step {step}'
-  if not chosen:
-    present = ', '.join(map(str, saved)) or 'no steps'
-    raise ConfigurationError(
-      f'{steps.place} has no {missing}. It has {present}. Name one of these, or latest.'
-    )
-  return chosen
-
-
-def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
-  """Those steps that have a finite validation loss, the lowest first."""
-  losses = {}
-  for step in saved:
-    with contextlib.suppress(StorageError):  # a record that was damaged meanwhile
-      record_of_step = record(steps, step)
-      loss = record_of_step.get('validation_loss')
-      if isinstance(loss, float) and math.isfinite(loss):
-        losses[step] = loss
-
-  def loss_and_step(step: int) -> tuple[float, int]:
-    return losses[step], step
-
-  return sorted(losses, key=loss_and_step)
-
-
-def superseded(
-  steps: Steps,
-  saved: Sequence[int],
-  keep: int,
-  keep_period: int | None,
-  keep_best: int,
-) -> list[int]:
-  """The steps that are not kept, of all `saved` ones in order; never the newest one.
-
-  For the numbers to keep, see `manager.Checkpoints`.
-  """
-  best = best_first(steps, saved)
-  kept = set(best[:keep_best])
-  if keep_period:
-    of_period = [step for step in saved if step % keep_period == 0]
-    kept.update(of_period)
-  newest_count = max(1, keep)
-  kept.update(saved[-newest_count:])
-  return [step for step in saved if step not in kept]
-
-
-def record(steps: Steps, step: int) -> dict[str, Any]:
-  """The record of a step; raises StorageError if it cannot be read."""
-  message = f'The record of step {step} in {steps.place} cannot be read'
-  with storage_errors(message, also=(ValueError,)):
-    content = steps.files(step).read('record.json')
-    return foreign.json_object(content)
 
 
 def write_manifest(place: pathlib.Path, step: int) -> None:

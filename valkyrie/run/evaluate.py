@@ -9,8 +9,9 @@ import time
 import gin
 import jax
 
+from valkyrie.checkpoint.chosen_steps import record
 from valkyrie.checkpoint.manager import LATEST
-from valkyrie.checkpoint.steps import Steps, record, steps_of
+from valkyrie.checkpoint.steps import Steps, steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt
 from valkyrie.errors import (

@@ -21,7 +21,10 @@ from valkyrie.weights.source import is_run, open_source
 from valkyrie.weights.tensor_files import Tensor
 from valkyrie.weights.tensor_writer import of_arrays
 
-_ADVICE = "Export it with export.form = 'huggingface', which adds the adapters to the matrices."
+_ADVICE = (
+  "Export it with export.form = 'huggingface', which adds the adapters to the matrices, or with "
+  "'valkyrie' if it has more than they, such as a learned first carry."
+)
 # PEFT refuses these modules: fast kernels would read their matrix without its adapter.
 _REFUSED = {'mamba2': '.out_proj.weight', 'nemotron_h': '.out_proj.weight'}
 

@@ -1,0 +1,152 @@
+"""The steps of a run that are read, and those that are kept."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import logging
+import math
+from typing import Any
+
+from valkyrie import foreign
+from valkyrie.checkpoint import manifest
+from valkyrie.checkpoint.steps import Steps
+from valkyrie.errors import ConfigurationError, StorageError, storage_errors
+
+# Steps to read, beside numbers.
+LATEST = 'latest'
+BEST = 'best'
+
+
+def first_valid(
+  steps: Steps,
+  order: Iterable[int],
+  once: bool = False,
+) -> tuple[int | None, dict[int, str]]:
+  """The first valid step in an order, None if it is empty; and {step: damage} of steps before it.
+
+  Logs these. With `once`, files that this process has read so are read again only if they have
+  changed since. Raises a StorageError if all steps of the order are damaged.
+  """
+  damaged: dict[int, str] = {}
+  for step in order:
+    with storage_errors(
+      f'Step {step} in {steps.place} cannot be read, so that nobody can tell whether it is valid',
+      'Nothing was changed. Repair the disk and run the same command again, or move '
+      f'{steps.path(step)} away to use the step before.',
+    ):
+      damage = manifest.damage(steps.files(step, once), step)
+    if damage is None:
+      for other, its_damage in damaged.items():
+        log = '%s is damaged: %s. Step %s is used in its place'
+        logging.warning(log, steps.path(other), its_damage, step)
+      return step, damaged
+    damaged[step] = damage
+  if damaged:
+    described = [f'  step {step}: {damage}' for step, damage in damaged.items()]
+    lines = '\n'.join(described)
+    others = [str(step) for step in steps.find() if step not in damaged]
+    if others:
+      raise StorageError(
+        f'The steps of {steps.place} that were asked for are damaged:\n{lines}\n'
+        f'Nothing was changed. Name another one: {", ".join(others)}, or latest.'
+      )
+    raise StorageError(
+      f'All steps in {steps.place} are damaged, so that the run cannot continue from any:\n'
+      f'{lines}\nNothing was changed. Restore the directory from a copy, move it away to start '
+      'from step 0, or name another --model_dir.'
+    )
+  return None, {}
+
+
+def in_order_of_preference(steps: Steps, step: str) -> list[int]:
+  """The steps to read for LATEST, BEST or a number; ConfigurationError if there is none."""
+  saved = steps.find()
+  if step == LATEST:
+    return saved[::-1]
+  if step == BEST:
+    chosen = best_first(steps, saved)
+    missing = 'step with a validation loss'
+  else:
+    chosen = [number for number in saved if str(number) == step]
+    missing = f'step {step}'
+  if not chosen:
+    present = ', '.join(map(str, saved)) or 'no steps'
+    raise ConfigurationError(
+      f'{steps.place} has no {missing}. It has {present}. Name one of these, or latest.'
+    )
+  return chosen
+
+
+def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
+  """Those steps that have a finite validation loss, the lowest first.
+
+  Raises a StorageError if the file system does not tell the loss of one.
+  """
+  losses = {}
+  for step in saved:
+    with storage_errors(f'The record of step {step} in {steps.place} cannot be read'):
+      loss = _validation_loss(steps, step)
+    if loss is not None:
+      losses[step] = loss
+  return _lowest_first(losses)
+
+
+def _validation_loss(steps: Steps, step: int) -> float | None:
+  """The finite validation loss of a step; None if its record has none, is missing or is damaged.
+
+  Raises an OSError if the file system does not tell.
+  """
+  try:
+    content = steps.files(step).read('record.json')
+    loss = foreign.json_object(content).get('validation_loss')
+  except (FileNotFoundError, NotADirectoryError, ValueError):
+    return None
+  if isinstance(loss, float) and math.isfinite(loss):
+    return loss
+  return None
+
+
+def _lowest_first(losses: Mapping[int, float]) -> list[int]:
+  def loss_and_step(step: int) -> tuple[float, int]:
+    return losses[step], step
+
+  return sorted(losses, key=loss_and_step)
+
+
+def superseded(
+  steps: Steps,
+  saved: Sequence[int],
+  keep: int,
+  keep_period: int | None,
+  keep_best: int,
+) -> list[int]:
+  """The steps that are not kept, of all `saved` ones in order; never the newest one.
+
+  For the numbers to keep, see `manager.Checkpoints`. A step whose loss the file system does not
+  tell is kept until it does.
+  """
+  kept: set[int] = set()
+  if keep_best:
+    losses = {}
+    for step in saved:
+      try:
+        loss = _validation_loss(steps, step)
+      except OSError:
+        kept.add(step)
+        continue
+      if loss is not None:
+        losses[step] = loss
+    best = _lowest_first(losses)
+    kept.update(best[:keep_best])
+  if keep_period:
+    of_period = [step for step in saved if step % keep_period == 0]
+    kept.update(of_period)
+  newest_count = max(1, keep)
+  kept.update(saved[-newest_count:])
+  return [step for step in saved if step not in kept]
+
+
+def record(steps: Steps, step: int) -> dict[str, Any]:
+  """The record of a step; raises StorageError if it cannot be read."""
+  message = f'The record of step {step} in {steps.place} cannot be read'
+  with storage_errors(message, also=(ValueError,)):
+    content = steps.files(step).read('record.json')
+    return foreign.json_object(content)
