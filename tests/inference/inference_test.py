@@ -333,17 +333,9 @@ def test_text_of_a_tokenizer_is_the_text_decoded_at_once(tmp_path):
 
 def test_carries_in_files(tmp_path):
   loaded = built()
-  run = tmp_path / 'run' / 'checkpoints' / '1'
-  run.mkdir(parents=True)
-  (run / 'manifest.sha256').write_text('weights')
-  of_run = LoadedModel(
-    loaded.model,
-    loaded.params,
-    Letters(),
-    model_dir=str(tmp_path / 'run'),
-    steps=(1,),
-    chunk_size=16,
-  )
+  place = {'model_dir': '', 'steps': (1,), 'chunk_size': 16}
+  model = (loaded.model, loaded.params, Letters())
+  of_run = LoadedModel(*model, **place, origin={'weights': 'a', 'tokenizer': 'b'})
   carry = of_run.read(text(25))
   of_run.save_carry(tmp_path / 'long.safetensors', carry)
   again = of_run.load_carry(tmp_path / 'long.safetensors')
@@ -364,8 +356,21 @@ def test_carries_in_files(tmp_path):
     of_run.save_carry(tmp_path / 'long.safetensors', carry)
   with pytest.raises(StorageError, match='is not a whole file of a carry'):
     of_run.load_carry(tmp_path / 'missing')
-  (run / 'manifest.sha256').write_text('others')
-  with pytest.raises(ConfigurationError, match='was saved with other weights'):
+  # Also where one of two has what the other lacks.
+  of_run.origin = {'weights': 'a', 'tokenizer': 'b', 'first_carry': 'c'}
+  of_run.save_carry(tmp_path / 'begun.safetensors', carry)
+  of_run.load_carry(tmp_path / 'begun.safetensors')
+  for origin, file in (
+    (of_run.origin, 'long'),
+    ({'weights': 'a', 'tokenizer': 'b'}, 'begun'),
+    ({'weights': 'd', 'tokenizer': 'b'}, 'long'),
+    ({**of_run.origin, 'bindings': 'e'}, 'begun'),
+  ):
+    of_run.origin = origin
+    with pytest.raises(ConfigurationError, match='was saved with other weights'):
+      of_run.load_carry(tmp_path / f'{file}.safetensors')
+  of_run.origin = None
+  with pytest.raises(UsageError, match='weights have a fingerprint'):
     of_run.load_carry(tmp_path / 'long.safetensors')
 
 

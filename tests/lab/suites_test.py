@@ -182,7 +182,7 @@ def test_a_suite_keeps_its_name():
 class Searching:
   """A model that finds the value of a needle or a pair in what it has read."""
 
-  tokenizer, steps = ByteVocabulary(), (7,)
+  tokenizer, steps, origin = ByteVocabulary(), (7,), None
 
   def __init__(self):
     self.asked = 0
@@ -250,7 +250,7 @@ def test_answers_under_other_bindings_are_not_reused(tmp_path, monkeypatch, caps
   run(tmp_path, Searching(), **options)
   lines = ['LongformerAttention.window was 16, is 8']
   module = importlib.import_module('valkyrie.lab.suites.long_context')
-  monkeypatch.setattr(module, 'changed_bindings', lambda *_: lines)
+  monkeypatch.setattr(module, 'changed_bindings', lambda *_, **__: lines)
   for asked in (2 * 2 * 8, 0):
     model = Searching()
     run(tmp_path, model, **options)
@@ -260,6 +260,16 @@ def test_answers_under_other_bindings_are_not_reused(tmp_path, monkeypatch, caps
   model = Searching()
   run(tmp_path, model, **options)
   assert not model.asked
+  for asked in (2 * 2 * 8, 0):
+    model = Searching()
+    model.origin = {'first_carry': 'of another task'}
+    run(tmp_path, model, **options)
+    assert model.asked == asked
+  # The size of chunks matters where they are cut.
+  monkeypatch.setattr(module, 'changed_bindings', lambda *_, is_cut=False: ['size'] * is_cut)
+  model = Searching()
+  run(tmp_path, model, **options)
+  assert model.asked == 2 * 8
 
 
 def test_what_cannot_be_asked_is_named(tmp_path, capsys):

@@ -118,6 +118,30 @@ def test_changed_bindings_have_a_name_of_their_own(folder, start):
   assert code == 0 and 'changed since' not in errors
 
 
+def test_the_size_of_chunks_counts_where_the_carry_is_cut(folder, start, tmp_path):
+  run = shutil.copytree(folder / 'narrow', tmp_path / 'run')
+  arguments = (f'--model_dir={run}', '--run_mode=eval', '--gin.evaluate.cuts=("state",)')
+  assert start(*arguments)[0] == 0
+  lines = (run / 'eval_cut_state' / 'metrics.jsonl').read_text()
+  smaller = '--gin.Evaluator.chunk_size=4'
+  code, _, errors = start(*arguments, smaller)
+  assert code == 78 and 'eval_cut_state has evaluations with other bindings' in errors
+  assert (run / 'eval_cut_state' / 'metrics.jsonl').read_text() == lines
+  code, _, errors = start(*arguments, smaller, '--gin.evaluate.name="short"')
+  assert code == 0 and 'changed since the checkpoint: Evaluator.chunk_size was 16, is 4' in errors
+
+
+def test_a_carry_under_other_bindings_is_refused(folder, tmp_path):
+  run = folder / 'narrow'
+  loaded = valkyrie.load(run, 4)
+  loaded.save_carry(tmp_path / 'carry', loaded.read('abc'))
+  assert valkyrie.load(run, 4, bindings=['open_run.chunk_size = 4']).load_carry(tmp_path / 'carry')
+  for step, bindings in ((4, ['LanguageModel.embedding_scale = 3.0']), (2, [])):
+    other = valkyrie.load(run, step, bindings=bindings)
+    with pytest.raises(ConfigurationError, match='other weights, tokenizer, first carry or bind'):
+      other.load_carry(tmp_path / 'carry')
+
+
 def test_several_steps_stand_for_their_mean(folder, start):
   run = folder / 'narrow'
   opened = {step: valkyrie.load(run, step) for step in ('2', '4', '2,4')}

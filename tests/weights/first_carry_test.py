@@ -52,6 +52,12 @@ def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
     scores.append(run.score('abba' * 20)[0].log_prob)
   assert scores[0] != scores[1]
   assert scores[2:] == scores[:1] * 2
+  # A carry that began with it is another one.
+  begun = with_first_carry(base, folder)
+  begun.save_carry(tmp_path / 'carry', begun.read('abba'))
+  with_first_carry(base, task).load_carry(tmp_path / 'carry')
+  with pytest.raises(ConfigurationError, match='other weights, tokenizer, first carry'):
+    plain.load_carry(tmp_path / 'carry')
   tensors = load_file(folder / 'model.safetensors')
   tensors['final_norm.scale'] = 1.001 * tensors['final_norm.scale']
   save_file(tensors, tmp_path / 'other.safetensors')

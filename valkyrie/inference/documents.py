@@ -4,7 +4,6 @@ A file of a carry or a document is only valid with the weights and the tokenizer
 """
 
 from collections.abc import Mapping
-import hashlib
 import json
 import os
 import pathlib
@@ -17,6 +16,7 @@ import numpy as np
 
 from valkyrie.errors import ConfigurationError, StorageError, write_errors
 from valkyrie.inference import kept_carries
+from valkyrie.inference.carry_origin import FIELDS, digest_of
 from valkyrie.inference.reader import Reader, TextCarry
 from valkyrie.storage import owned
 from valkyrie.types import Array, Carry, Params
@@ -115,7 +115,7 @@ def save(path: pathlib.Path, carry: AnyCarry, origin: Mapping[str, str]) -> None
   leaves = {}
   for name, leaf in _named_leaves(carry).items():
     leaves[name] = np.asarray(leaf)
-  metadata = {**origin, _CONTENT: _digest(leaves)}
+  metadata = {**origin, _CONTENT: digest_of(leaves)}
   failure = write_errors(f'{path} cannot be written', 'name another file')
   with failure, owned.temporary_folder(path) as folder:
     file = folder / path.name
@@ -134,16 +134,17 @@ def load(path: pathlib.Path, reader: Reader, origin: Mapping[str, str]) -> AnyCa
   expected = {}
   for name, leaf in _named_leaves(like).items():
     expected[name] = (leaf.shape, name_of_dtype(leaf.dtype))
-  file_origin = {name: file.metadata.get(name) for name in origin}
+  file_origin = {name: file.metadata[name] for name in FIELDS if name in file.metadata}
   if file_origin != origin or forms != expected:
     raise ConfigurationError(
-      f'{path} was saved with other weights or tokenizer ({json.dumps(file.metadata):.400}) than '
-      f'the loaded ones ({json.dumps(origin)}), or by a model of other sizes. Read the text again.'
+      f'{path} was saved with other weights, tokenizer, first carry or bindings '
+      f'({json.dumps(file.metadata):.400}) than the loaded ones ({json.dumps(origin):.400}), or '
+      'by a model of other sizes. Read the text again.'
     )
   arrays = {}
   for name, tensor in file.tensors.items():
     arrays[name] = tensor.whole()
-  digest = _digest(arrays)
+  digest = digest_of(arrays)
   recorded_digest = file.metadata.get(_CONTENT, digest)
   if recorded_digest != digest:  # files of earlier versions have no digest
     raise StorageError(f'{path} is damaged: its content has another digest. Read the text again.')
@@ -183,16 +184,6 @@ def _form(reader: Reader, file: TensorFile) -> Any:
 def _fresh(reader: Reader, rows: int) -> TextCarry:
   """The shapes of a carry of so many rows."""
   return jax.eval_shape(lambda: reader.fresh(rows))
-
-
-def _digest(leaves: Mapping[str, np.ndarray]) -> str:
-  """SHA-256 of the names and bytes of arrays."""
-  digest = hashlib.sha256()
-  for name in sorted(leaves):
-    content = np.ascontiguousarray(leaves[name])
-    digest.update(f'{name}\0'.encode())
-    digest.update(content.tobytes())
-  return digest.hexdigest()
 
 
 def check(carry: AnyCarry, reader: Reader) -> None:

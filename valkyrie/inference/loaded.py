@@ -1,15 +1,12 @@
 """A trained model in Python: texts are scored, continued and read by it."""
 
-from collections.abc import Iterator, Sequence
-import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 import os
 import pathlib
 from typing import Any, overload
 
 import numpy as np
 
-from valkyrie.checkpoint import manifest
-from valkyrie.checkpoint.steps import steps_of
 from valkyrie.data.chat_template import ChatTemplate, Messages
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, UsageError, check_choice, usable_path, with_home
@@ -35,6 +32,7 @@ class LoadedModel:
     params: {module: {name: array}}; the moving average if the run keeps one.
     tokenizer: encode, decode, eos_id, size; bos, which begins the documents that are texts.
     model_dir, steps: the run, and the checkpoints whose mean the parameters are: usually one.
+    origin: fingerprints of what carries depend on, see `carry_origin`; none if only Python knows.
     progress: a function that you may set, called before each chunk of texts and after the last one
       with the tokens read and all tokens of the longest text. First chunks wait for a compiler.
   """
@@ -48,6 +46,7 @@ class LoadedModel:
     model_dir: str | os.PathLike,
     steps: tuple[int, ...],
     chunk_size: int,
+    origin: Mapping[str, str] | None = None,
   ):
     """Sets the attributes; a call of the model reads at most `chunk_size` tokens of a row."""
 
@@ -61,6 +60,7 @@ class LoadedModel:
     self.tokenizer = tokenizer
     self.model_dir = model_dir
     self.steps = steps
+    self.origin = origin
     self._reader = Reader(model, chunk_size)
     self._attributor = Attributor(self._reader)
 
@@ -133,19 +133,33 @@ class LoadedModel:
     return self.text_rows.chosen(carry, numbers)
 
   def save_carry(self, path: str | os.PathLike, carry: AnyCarry) -> None:
-    """Writes a carry or a document to a new safetensors file, or raises a StorageError."""
+    """Writes a carry or a document to a new safetensors file.
+
+    Raises:
+      UsageError: `origin` is None, so that nobody could tell which models the carry fits.
+      StorageError: the file exists or cannot be written.
+    """
     file = pathlib.Path(usable_path('The file of a carry', os.fspath(path)))
-    documents.save(file, carry, self._origin())
+    documents.save(file, carry, self._known_origin())
 
   def load_carry(self, path: str | os.PathLike) -> AnyCarry:
     """Reads a carry or a document that was saved by this step of this run.
 
     Raises:
+      UsageError: `origin` is None.
       ConfigurationError: another model or step saved it.
       StorageError: the file is missing or damaged.
     """
     file = pathlib.Path(with_home(os.fspath(path)))
-    return documents.load(file, self._reader, self._origin())
+    return documents.load(file, self._reader, self._known_origin())
+
+  def _known_origin(self) -> Mapping[str, str]:
+    if self.origin is None:
+      raise UsageError(
+        'Files of carries need a model whose weights have a fingerprint. Open a run with '
+        'valkyrie.load, or pass LoadedModel an origin.'
+      )
+    return self.origin
 
   def score(
     self,
@@ -328,13 +342,3 @@ class LoadedModel:
 
   def _params_or(self, params: Params | None) -> Params:
     return self.params if params is None else params
-
-  def _origin(self) -> dict[str, str]:
-    """Fingerprints of what carries depend on."""
-    steps = steps_of(self.model_dir)
-    manifests = []
-    for step in self.steps:
-      recorded = manifest.read_manifest(steps.files(step))
-      manifests.append(recorded[1])
-    weights = hashlib.sha256(b''.join(manifests)).hexdigest()
-    return {'weights': weights, 'tokenizer': self.tokenizer.fingerprint}

@@ -12,6 +12,7 @@ from valkyrie.config.load import Configuration, check_call, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.data import vocabularies
+from valkyrie.inference.carry_origin import origin_of
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
 from valkyrie.models.language_model import LanguageModel
@@ -54,10 +55,13 @@ def open_run(
   else:
     one_device = Partitioner((('data', 1),), (), (), manual=True)
     params, steps = restored_params(functions, one_device, model_dir, tokenizer, step)
+  given = None
   if first_carry is not None:
     model = functools.partial(model, learned_carry=True)
     functions = language_model.transform(model)
-    params = with_first_carry(functions, model, params, first_carry)
+    given = with_first_carry(functions, model, params, first_carry)
+    params = given
+  origin = origin_of(model_dir, steps, tokenizer, given)
   if configuration is not None:  # the functions read gin while they are traced
     inside = configuration.installed  # a context that decorates functions
     traced = {}
@@ -72,6 +76,7 @@ def open_run(
     model_dir=model_dir,
     steps=steps,
     chunk_size=chunk_size,
+    origin=origin,
   )
 
 

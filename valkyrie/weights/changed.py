@@ -27,11 +27,18 @@ _WITHOUT_EFFECT = ('remat_policy', 'kernels', 'vocabulary')
 _OF_A_FEED = ('reset_at', 'pass_carry', 'learn_eos', 'bad_documents')
 
 
-def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[str]) -> list[str]:
+def changed_bindings(
+  model_dir: str | os.PathLike,
+  step: str,
+  roots: Collection[str],
+  *,
+  is_cut: bool = False,
+) -> list[str]:
   """A line for each binding that differs from the run's and reaches the parts of `roots`.
 
   What computes a step of training is compared with the record of the checkpoint, and the validation
-  with the config.json of the run.
+  with the config.json of the run. `is_cut` means that a part of the carry is reset before every
+  chunk, so that numbers depend on the chunks' size.
   """
   first, _, _ = step.partition(',')
   with open_to_read(model_dir, first) as directory:
@@ -46,7 +53,7 @@ def changed_bindings(model_dir: str | os.PathLike, step: str, roots: Collection[
   recorded = {name: value for name, value in bindings_of_run.items() if name not in computed}
   recorded |= trained
   names = reached({**recorded, **current}, roots)
-  names_with_effect = {name for name in names if _has_effect(name)}
+  names_with_effect = {name for name in names if _has_effect(name, is_cut)}
   return differences(
     _chosen(recorded, names_with_effect),
     _chosen(current, names_with_effect),
@@ -67,11 +74,13 @@ def _chosen(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
   return {name: value for name, value in values.items() if name in names}
 
 
-def _has_effect(name: str) -> bool:
+def _has_effect(name: str, is_cut: bool) -> bool:
   scoped_part, _, parameter = name.rpartition('.')
   _, _, part = scoped_part.rpartition('/')
   is_of_mode = part in ('Evaluator', *_RUN_MODES)
-  if is_of_mode or parameter in _WITHOUT_EFFECT:
+  if is_of_mode:
+    return is_cut and parameter == 'chunk_size'
+  if parameter in _WITHOUT_EFFECT:
     return False
   return part != 'TaskFeed' or parameter in _OF_A_FEED
 

@@ -89,19 +89,23 @@ def long_context(
   steps = ', '.join(map(str, run.steps))
   folder = pathlib.Path(model_dir, 'long_context')
   checksum = zlib.crc32('\n'.join(sentences).encode())
-  changed = changed_bindings(model_dir, step, ('open_run.model',))
-  for line in changed:
+  roots = ('open_run.model', 'open_run.chunk_size')
+  changed = changed_bindings(model_dir, step, roots)
+  changed_with_cuts = changed_bindings(model_dir, step, roots, is_cut=True)
+  for line in changed_with_cuts if cuts else changed:
     print(f'changed since the checkpoint: {line}', flush=True)
   settings = {
     'step': steps,
     'samples': samples,
     'seed': seed,
     'text': checksum,
+    'first_carry': (run.origin or {}).get('first_carry'),
     'changed': '; '.join(changed) or None,
   }
+  settings_with_cuts = {**settings, 'changed': '; '.join(changed_with_cuts) or None}
   left_out: set[tuple[str, int]] = set()
   with JsonLines(folder / 'results.jsonl') as results:
-    scores = _recorded_scores(folder / 'results.jsonl', settings)
+    scores = _recorded_scores(folder / 'results.jsonl', settings, settings_with_cuts)
     for name in names:
       for cell in _cells(name, lengths, depths, cuts):
         if cell in scores:
@@ -114,7 +118,8 @@ def long_context(
             print(f'{error} This length is left out.', flush=True)
           left_out.add(case)
           continue
-        results.write({**cell._asdict(), 'score': scores[cell], **settings})
+        settings_of_cell = settings if cell.cut is None else settings_with_cuts
+        results.write({**cell._asdict(), 'score': scores[cell], **settings_of_cell})
         print(f'{cell}: {scores[cell]:.1%}', flush=True)
       _draw(folder, name, steps, scores, lengths, cuts)
   if not scores:
@@ -124,14 +129,20 @@ def long_context(
     )
 
 
-def _recorded_scores(file: pathlib.Path, settings: Mapping[str, Any]) -> dict[_Cell, float]:
+def _recorded_scores(
+  file: pathlib.Path,
+  settings: Mapping[str, Any],
+  settings_with_cuts: Mapping[str, Any],
+) -> dict[_Cell, float]:
   """The scores that an earlier call measured with the same settings."""
   scores = {}
   for line in json_lines.read_lines(file):
-    line.setdefault('changed', None)  # earlier versions did not write it
-    is_same = settings.items() <= line.items()
+    for name in ('changed', 'first_carry'):  # earlier versions did not write them
+      line.setdefault(name, None)
+    cell = _Cell._make(map(line.get, _Cell._fields))
+    settings_of_cell = settings if cell.cut is None else settings_with_cuts
+    is_same = settings_of_cell.items() <= line.items()
     if is_same and isinstance(line.get('score'), float):
-      cell = _Cell._make(map(line.get, _Cell._fields))
       scores[cell] = line['score']
   return scores
 
