@@ -156,6 +156,32 @@ def end_after(end: Callable[[], None], error: BaseException | None) -> None:
     error.add_note(str(failure))
 
 
+# What the system says when a disk or a network fails: the content of a file may be whole.
+_OUTAGES = frozenset({
+  errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN,
+  errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNABORTED, errno.ECONNREFUSED,
+  errno.ECONNRESET, errno.ENOTCONN,
+})  # fmt: skip
+# pyarrow's errors of a service have no number.
+_OUTAGE = re.compile('AWS Error (?!NO_SUCH_|RESOURCE_NOT_FOUND)')
+
+
+def raise_outage(message: str, error: BaseException) -> None:
+  """Raises StorageError('MESSAGE (reason). ADVICE') if a disk or a network has failed.
+
+  It is called where an error would otherwise be one of what a file contains.
+  """
+  if not isinstance(error, OSError):
+    return
+  is_timeout = isinstance(error, TimeoutError)
+  if error.errno in _OUTAGES or is_timeout or _OUTAGE.search(str(error)):
+    words = reason_of(error).split()
+    reason = ' '.join(words)
+    raise StorageError(
+      f'{message} ({reason}). Check its disk or the network, and run again.'
+    ) from error
+
+
 @contextlib.contextmanager
 def converted(
   of: tuple[type[Exception], ...],
@@ -163,10 +189,14 @@ def converted(
   message: str,
   advice: str,
 ) -> Iterator[None]:
-  """Raises to('MESSAGE (error). ADVICE') for an error of these types inside."""
+  """Raises to('MESSAGE (error). ADVICE') for an error of these types inside.
+
+  A disk or a network that fails is a StorageError: see `raise_outage`.
+  """
   try:
     yield
   except of as error:
+    raise_outage(message, error)
     one_line = ' '.join(str(error).split())
     reason = one_line or type(error).__name__
     raise to(f'{message} ({reason}). {advice}') from error

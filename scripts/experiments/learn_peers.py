@@ -35,8 +35,8 @@ from valkyrie import main as program
 from valkyrie.command_line import parse_command_line
 from valkyrie.config import record
 from valkyrie.config.load import load_gin
-from valkyrie.data import vocabularies
 from valkyrie.data.feed import TaskFeed
+from valkyrie.data.tokenizer_copy import copy_tokenizer
 from valkyrie.distributed import console
 from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.monitoring.json_lines import JsonLines
@@ -149,7 +149,7 @@ def train(name: str, size: int, arguments: list[str]) -> None:
   configuration_files.write_configuration(folder)
   parameters = sum(p.numel() for p in model.parameters())
   whole_file.write(folder / 'model_info.txt', f'{parameters:,} parameters in transformers\n')
-  vocabularies.copy(feed.vocabulary, folder)
+  copy_tokenizer(feed.vocabulary, folder)
   training = Training(
     model, lambda step: peak * schedule(step, steps, warmup), folder / 'checkpoint.pt'
   )

@@ -1,5 +1,6 @@
 """Paths that a user names: below a home that may be unknown, and where nobody may look."""
 
+import errno
 import os
 import pathlib
 import pwd
@@ -12,7 +13,14 @@ from valkyrie import main
 from valkyrie.config import parse, paths
 from valkyrie.data import build_store, store_location, vocabularies
 from valkyrie.data.selection import Selection
-from valkyrie.errors import ConfigurationError, StorageError, with_home
+from valkyrie.errors import (
+  ConfigurationError,
+  DataError,
+  StorageError,
+  converted,
+  raise_outage,
+  with_home,
+)
 from valkyrie.inference import export, infer
 from valkyrie.lab.comparison import compare
 from valkyrie.lab.decomposition import exchange
@@ -174,3 +182,26 @@ def test_one_function_knows_the_home():
     if any(name in file.read_text() for name in ('expanduser', 'Path.home'))
   ]
   assert users == ['errors.py']
+
+
+@pytest.mark.parametrize(
+  ('error', 'is_outage'),
+  [
+    (OSError(errno.EIO, 'Input/output error'), True),
+    (OSError(errno.ESTALE, 'Stale file handle'), True),
+    (OSError('When reading x: AWS Error NETWORK_CONNECTION during HeadObject operation'), True),
+    (OSError('When reading x: AWS Error SLOW_DOWN during GetObject operation'), True),
+    (TimeoutError('timed out'), True),
+    (OSError('When reading x: AWS Error NO_SUCH_KEY during GetObject operation'), False),
+    (OSError('Corrupt snappy compressed data.'), False),
+    (OSError(errno.EACCES, 'Permission denied'), False),
+    (ValueError('it is no JSON'), False),
+  ],
+)
+def test_a_disk_that_fails_is_no_damage(error, is_outage):
+  expected = StorageError if is_outage else DataError
+  with pytest.raises(expected) as caught, converted((OSError, ValueError), DataError, 'x', 'Mend.'):
+    raise error
+  assert ('Check its disk or the network' in str(caught.value)) == is_outage
+  if not is_outage:
+    raise_outage('x', error)

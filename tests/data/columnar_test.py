@@ -1,6 +1,7 @@
 """Damaged and odd files of parquet and arrow: none reads the memory of the process, or ends it."""
 
 import datetime
+import errno
 import gzip
 import os
 
@@ -12,7 +13,8 @@ import pytest
 
 from valkyrie.data import columnar
 from valkyrie.data.records import Records
-from valkyrie.errors import DataError
+from valkyrie.data.source_files import SourceFiles
+from valkyrie.errors import DataError, StorageError
 
 TEXTS = ['one', 'two', 'three']
 BEHIND = np.array([0, 3, 6, 2**30], np.int32).tobytes()  # offsets that end behind the buffer
@@ -49,6 +51,25 @@ def test_an_offset_behind_its_buffer_is_refused(tmp_path, new, kind):
   assert whole.count(OFFSETS) == 1
   file.write_bytes(whole.replace(OFFSETS, BEHIND))
   with pytest.raises(DataError, match=r'a\.arrow is corrupt: it cannot be read \('):
+    texts(file)
+
+
+@pytest.mark.parametrize(
+  ('number', 'expected', 'said'),
+  [
+    (errno.ESTALE, StorageError, r'a\.arrow cannot be read \('),
+    (errno.EACCES, DataError, r'This user may not read .*a\.arrow'),
+  ],
+)
+def test_a_file_that_a_disk_refuses_is_not_corrupt(tmp_path, monkeypatch, number, expected, said):
+  file = tmp_path / 'a.arrow'
+  file.write_bytes(arrow(pa.array(TEXTS)))
+
+  def refuse(*_):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(SourceFiles, 'open_at_random', refuse)
+  with pytest.raises(expected, match=said):
     texts(file)
 
 

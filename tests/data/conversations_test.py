@@ -21,6 +21,7 @@ from valkyrie.data.chat_template import ChatTemplate
 from valkyrie.data.feed import TaskFeed
 from valkyrie.data.store_location import store_path
 from valkyrie.data.token_store import TokenStore
+from valkyrie.data.tokenizer_copy import copy_tokenizer
 from valkyrie.errors import ConfigurationError, DataError, UsageError
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.infer import infer
@@ -281,7 +282,7 @@ def test_named_templates(tokenizer):
   assert template.stops([]) == ['<|im_end|>']
   (tokenizer.parent / 'run').mkdir()
   codec = vocabularies.load(str(tokenizer))
-  vocabularies.copy(codec, tokenizer.parent / 'run')
+  copy_tokenizer(codec, tokenizer.parent / 'run')
   kept = vocabularies.load(str(tokenizer.parent / 'run' / 'tokenizer.json'))
   assert chat_template.described(kept) == chat_template.described(codec)
   (folder / 'tool_use.jinja').unlink()
@@ -467,7 +468,7 @@ def test_a_store_of_another_template_is_refused(feed, tokenizer):
 def test_a_run_keeps_the_template(tokenizer, tmp_path):
   (tmp_path / 'chat_template.jinja').write_text(CHATML)
   (tmp_path / 'run').mkdir()
-  vocabularies.copy(vocabularies.load(str(tokenizer)), tmp_path / 'run')
+  copy_tokenizer(vocabularies.load(str(tokenizer)), tmp_path / 'run')
   kept = vocabularies.load(str(tmp_path / 'run' / 'tokenizer.json'))
   assert chat_template.sources_of(kept) == {'default': CHATML}
 

@@ -684,6 +684,21 @@ def test_a_store_records_no_password(tmp_path):
   assert origin.record()['location'] == 's3://(redacted)@bucket/texts?x=1'
 
 
+def test_a_command_that_is_shown_has_no_password():
+  source = '--source=s3://key:swordfish@bucket/texts'
+  shown = store_location._command(['--task=text', source, '--option=column=body'])
+  assert 'swordfish' not in shown and shown.endswith('--option=column=body')
+
+
+def test_stores_of_different_options_have_different_names():
+  selected = [
+    Selection('text', 'train', BYTES, source, options).name
+    for source in (None, '/texts')
+    for options in ({}, {'flavor': 'vanilla'}, {'flavor': 'chocolate'})
+  ]
+  assert len({*selected}) == len(selected)
+
+
 def test_a_store_of_a_place_with_a_token_records_none_and_is_found_again(tmp_path, monkeypatch):
   folder = tmp_path / 'glpat-swordfishswordfish'
   other = tmp_path / 'glpat-otherswordfishes'

@@ -72,7 +72,17 @@ def test_a_continuation_has_its_part_of_the_score_of_the_whole_text(answers, bat
   questions = [(c, text(n, n)) for c in contexts for n in (1, 9, 20)]
   questions.append((text(9, 5), ''))
   ask = answers(loaded, batch_size)
+  score = loaded.score
+  together = []
+
+  def counted(texts, carry, **options):
+    together.append(options['batch_size'])
+    return score(texts, carry, **options)
+
+  loaded.score = counted
   found = ask.log_likelihoods(questions)
+  loaded.score = score
+  assert {*together} == {batch_size}
   for (context, continuation), (log_prob, greedy) in zip(questions, found, strict=True):
     (whole,) = loaded.score(context + continuation)
     part = slice(len(context), None)

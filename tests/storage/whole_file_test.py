@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from valkyrie.data import vocabularies
+from valkyrie.data.tokenizer_copy import copy_tokenizer
 from valkyrie.errors import StorageError, write_errors
 from valkyrie.storage import whole_file
 
@@ -80,7 +80,7 @@ def test_a_run_keeps_another_tokenizer_in_its_folder(tmp_path):
   (own / 'tokenizer_config.json').write_text('{"own": 2}')
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     (tmp_path / name).write_text('of a user')
-  vocabularies.copy(_Vocabulary(own / 'my.json'), tmp_path)
+  copy_tokenizer(_Vocabulary(own / 'my.json'), tmp_path)
   for name, number in (('tokenizer.json', 1), ('tokenizer_config.json', 2)):
     assert (tmp_path / name).read_text() == f'{{"own": {number}}}'
     assert (tmp_path / f'{name}.1').read_text() == 'of a user'
@@ -94,13 +94,13 @@ def test_files_for_other_programs_are_kept_beside_a_tokenizer(tmp_path, caplog):
   os.mkfifo(own / 'special_tokens_map.json')
   run = tmp_path / 'run'
   run.mkdir()
-  vocabularies.copy(_Vocabulary(own / 'my.json'), run)
+  copy_tokenizer(_Vocabulary(own / 'my.json'), run)
   assert (run / 'generation_config.json').read_text() == '{"eos_token_id": [5, 7]}'
   assert not (run / 'special_tokens_map.json').exists()
   assert f'special_tokens_map.json is not copied to {run}' in caplog.text
   with (own / 'generation_config.json').open('wb') as large:
     large.truncate(2**24 + 1)
-  vocabularies.copy(_Vocabulary(own / 'my.json'), run)
+  copy_tokenizer(_Vocabulary(own / 'my.json'), run)
   assert (run / 'generation_config.json').read_text() == '{"eos_token_id": [5, 7]}'
   assert 'it has 16,777,217 bytes, expected at most 16,777,216' in caplog.text
 

@@ -266,13 +266,17 @@ def _without_descriptors(message: str) -> str:
 
 @contextlib.contextmanager
 def _readable(place: pathlib.Path) -> Iterator[epath.Path]:
-  """A `literal` path. Any error inside is a StorageError: Orbax does not validate what it reads."""
+  """A `literal` path. Most errors inside are a StorageError: Orbax does not validate what it reads.
+
+  An error of the devices, or of the memory of this machine, says nothing about the files.
+  """
   try:
     with literal(place) as path:
       yield path
-  except errors.ValkyrieError:
+  except (errors.ValkyrieError, jax.errors.JaxRuntimeError, MemoryError):
     raise
   except Exception as error:
+    errors.raise_outage(f'{place} cannot be read', error)
     raise errors.StorageError(
       f'{place} matches its manifest, but cannot be read ({_reason(error)}). Use the versions of '
       'record.json there, restore the step from a copy, or move it away to continue from the one '

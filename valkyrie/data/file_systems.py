@@ -12,7 +12,7 @@ import pyarrow.fs
 from valkyrie import foreign
 from valkyrie.config import paths, redact
 from valkyrie.data import file_names
-from valkyrie.errors import ConfigurationError, DataError, StorageError
+from valkyrie.errors import ConfigurationError, DataError, StorageError, raise_outage
 from valkyrie.storage import bucket
 
 _PUBLIC = 'anonymous@'  # before the name of a bucket
@@ -90,13 +90,15 @@ def _check_bucket(location: str, scheme: str, path: str) -> None:
 def access(location: str, failure: str) -> Iterator[None]:
   """Converts errors of pyarrow inside: 'FAILURE (reason). ADVICE'.
 
-  A missing file or bucket, and any error of this machine, is a DataError; denied access and a
-  service that does not answer are a StorageError.
+  A missing file or bucket, and a path that this machine refuses, is a DataError; denied access to
+  an address, and a disk or a service that does not answer, are a StorageError.
   """
   try:
     yield
   except (pa.ArrowException, OSError, ValueError) as error:
     is_here = not paths.is_address(location)
+    if is_here:
+      raise_outage(failure, error)
     reason = foreign.reason(error)
     if is_here and isinstance(error, FileNotFoundError):
       reason = 'there is no such file or folder'

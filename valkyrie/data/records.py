@@ -19,8 +19,7 @@ from valkyrie.data.line_rows import REPAIR
 from valkyrie.data.source_file import SourceFile
 from valkyrie.data.source_files import FORMATS, SourceFiles, format_of
 from valkyrie.data.vocabularies import as_utf8
-from valkyrie.errors import ConfigurationError, DataError, converted, first_of
-from valkyrie.foreign import shown
+from valkyrie.errors import ConfigurationError, DataError, converted, first_of, raise_outage
 
 _SEPARATORS = {'.csv': ',', '.tsv': '\t'}
 _OF_LINES = ('.jsonl', '.ndjson', '.json', *_SEPARATORS)
@@ -252,11 +251,14 @@ class Records:
       raise self._not_text(file, error) from error
     except FileNotFoundError as error:
       raise DataError(f'{file} is missing. {REPAIR}') from error
+    except PermissionError as error:
+      raise DataError(f'This user may not read {file}. Give it the right to.') from error
     except MemoryError as error:
       raise DataError(
         f'A document of {file} is larger than the memory that is left. Cut or remove it.'
       ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
+      raise_outage(f'{file} cannot be read', error)
       self.files.check_unchanged(file)
       reason = foreign.reason(error)
       raise DataError(f'{file} is corrupt: it cannot be read ({reason}). {REPAIR}') from error
@@ -379,7 +381,7 @@ def _placed(file: SourceFile, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple
 
 def _named(columns: Sequence[str], most: int = 12) -> str:
   """The names of columns for a message, at most so many."""
-  shown_names = [f'{shown(name):.80}' for name in columns]
+  shown_names = [f'{foreign.shown(name):.80}' for name in columns]
   return ', '.join(first_of(shown_names, most))
 
 

@@ -39,11 +39,11 @@ class Selection:
     """The name of the store's directory: <task>-<split>-<vocabulary>-<origin of the documents>.
 
     The documents of a task without a `source` may depend on the Python version (python_stdlib), so
-    the version is their origin; otherwise the origin is a hash of the source and the options.
+    the version is their origin. With a source or options, the origin is a hash of these.
     """
     origin = f'python{platform.python_version()}'
-    if self.source is not None:
-      described = self.source
+    if self.source is not None or self.options:
+      described = self.source or origin
       if self.options:
         options = json.dumps(self.options, sort_keys=True)
         described += f' {options}'

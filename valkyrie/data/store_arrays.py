@@ -5,7 +5,6 @@ are read by `pread`, and a file whose size or time has changed is noticed by the
 """
 
 from collections.abc import Mapping
-import errno
 import functools
 import hashlib
 import os
@@ -16,14 +15,13 @@ import numpy as np
 
 from valkyrie import foreign
 from valkyrie.data.array_rows import npy_header
-from valkyrie.errors import DataError, StorageError, ValkyrieError
+from valkyrie.errors import DataError, ValkyrieError, raise_outage
 
 REBUILD = (
   'Build it again by the same build_store command with --rebuild, or delete the folder if it is a '
   'copy from a bucket.'
 )
 _OPEN_FILES = 64  # files that stay open: a store may have more shards than a process may open
-_OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
 
 
 class ArrayFile:
@@ -191,10 +189,9 @@ def file_sha256(file: pathlib.Path) -> str:
 
 
 def unreadable(path: pathlib.Path, error: OSError) -> ValkyrieError:
-  """The error for a file of a store that cannot be read: the store's, or the disk's."""
+  """The error for a file of a store that cannot be read; raises as `raise_outage`."""
+  raise_outage(f'{path} cannot be read', error)
   reason = error.strerror or foreign.reason(error)
   if isinstance(error, FileNotFoundError):
     return DataError(f'The token store lacks {path} ({reason}). {REBUILD}')
-  if error.errno in _OF_THE_DISK:
-    return StorageError(f'{path} cannot be read ({reason}). Check its disk, and run again.')
   return DataError(f'{path} cannot be read ({reason}). {REBUILD}')

@@ -294,4 +294,6 @@ def build(arguments: Sequence[str], task: str) -> Any:
 
 
 def _command(arguments: Sequence[str]) -> str:
-  return shlex.join(['python', '-m', _BUILD_STORE, *arguments])
+  """The command to build a store, without secrets."""
+  shown = [redact.in_value(argument) for argument in arguments]
+  return shlex.join(['python', '-m', _BUILD_STORE, *shown])

@@ -7,7 +7,7 @@ from typing import Any
 
 from valkyrie import foreign
 from valkyrie.data import template_files
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, raise_outage
 
 NAME = 'tokenizer_config.json'
 _LARGEST = 2**26  # bytes
@@ -33,6 +33,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
       if not isinstance(entries.get(name), str | None):
         raise ValueError(f'its field {name!r} has {token!r:.40}')
   except (OSError, ValueError) as error:
+    raise_outage(f'{file} cannot be read', error)
     raise ConfigurationError(
       f'{file} is not a tokenizer configuration ({foreign.reason(error)}). Copy or download it '
       'again.'

@@ -12,11 +12,9 @@ token '!'. Encoding never produces EOS. Truncation, padding and dropout of the f
 
 from collections.abc import Callable, Iterable
 import contextlib
-import filecmp
 import functools
 import hashlib
 import logging
-import os
 import pathlib
 import re
 from typing import Any, Protocol
@@ -26,18 +24,20 @@ import numpy as np
 
 from valkyrie import foreign, packages
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.config.paths import TOKENIZER
-from valkyrie.data import template_files, tokenizer_config, tokenizer_file
-from valkyrie.errors import ConfigurationError, DataError, converted, reason_of, with_home
-from valkyrie.storage import whole_file
+from valkyrie.data import tokenizer_config, tokenizer_file
+from valkyrie.errors import (
+  ConfigurationError,
+  DataError,
+  converted,
+  raise_outage,
+  reason_of,
+  with_home,
+)
 
 _CONTEXT = 64  # characters that decide how the text after them begins
 ANY_TEXT = '#'  # stand-in for preceding text that is unknown
 # The tokenizers of transformers that begin a text with BOS, unless their configuration says no.
 _WITH_BOS = re.compile('(Code)?(Llama|Gemma)Tokenizer(Fast)?')
-# Files beside a tokenizer that tell other programs where its texts end, and how to sample them.
-_FOR_OTHERS = ('generation_config.json', 'special_tokens_map.json')
-_LARGEST_FOR_OTHERS = 2**24  # bytes
 
 
 class Vocabulary(Protocol):
@@ -332,6 +332,7 @@ def load(specification: str) -> Vocabulary:
   try:
     content = foreign.content(path, tokenizer_file.LARGEST)
   except (OSError, ValueError) as error:
+    raise_outage(f'The vocabulary file {path} cannot be read', error)
     raise ConfigurationError(
       f'The vocabulary file {path} cannot be read ({reason_of(error)}). Check its path.'
     ) from error
@@ -345,43 +346,6 @@ def load(specification: str) -> Vocabulary:
   vocabulary.fingerprint = fingerprint(path, content, vocabulary.bos)
   vocabulary.file = path
   return vocabulary
-
-
-def copy(vocabulary: Vocabulary, folder: pathlib.Path) -> None:
-  """Copies the files of a vocabulary to FOLDER/tokenizer.json or .model, if it has any.
-
-  A file for other programs that cannot be read is left out, with a warning. Raises a StorageError
-  if the folder cannot be written.
-  """
-  if vocabulary.file is None:
-    return
-  source = vocabulary.file.parent
-  codec = f'{TOKENIZER}{vocabulary.file.suffix}'
-  files = [vocabulary.file, source / tokenizer_config.NAME, *template_files.found(source)]
-  for file in files:
-    if file.is_file():
-      name = codec if file == vocabulary.file else str(file.relative_to(source))
-      _copy(file, folder / name, tokenizer_file.LARGEST)
-  for name in _FOR_OTHERS:
-    file = source / name
-    if not os.path.lexists(file):
-      continue
-    try:
-      _copy(file, folder / name, _LARGEST_FOR_OTHERS)
-    except (OSError, ValueError) as error:
-      _warn_once(
-        f'{file} is not copied to {folder} ({reason_of(error)}). Nothing here reads it; copy it '
-        'beside an export for other programs.'
-      )
-
-
-def _copy(file: pathlib.Path, copied: pathlib.Path, largest: int) -> None:
-  """Copies a file of at most `largest` bytes, unless the same content is there."""
-  if copied.is_file() and filecmp.cmp(file, copied, shallow=False):
-    return
-  content = foreign.content(file, largest)
-  copied.parent.mkdir(exist_ok=True)
-  whole_file.write_version(copied, content)
 
 
 @may_change_on_resume('vocabulary')  # a checkpoint records the tokenizer

@@ -21,7 +21,7 @@ from valkyrie import __version__
 from valkyrie.checkpoint.manager import LATEST, open_to_read
 from valkyrie.config import check, record
 from valkyrie.config.computation import may_change_on_resume
-from valkyrie.data import vocabularies
+from valkyrie.data.tokenizer_copy import copy_tokenizer
 from valkyrie.errors import (
   ConfigurationError,
   StorageError,
@@ -136,7 +136,7 @@ def export(
     config_file = unfinished / f'{prefix}config.json'
     config_file.write_text(f'{text}\n')
     (unfinished / 'README.md').write_text(card)
-    vocabularies.copy(loaded.tokenizer, unfinished)
+    copy_tokenizer(loaded.tokenizer, unfinished)
   print(f'step {steps}: {count:,} parameters in {output}')
 
 

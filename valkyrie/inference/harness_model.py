@@ -91,7 +91,7 @@ class HarnessModel(LM):
         for number in numbers:
           _, continuation = rows[number]
           texts.append(continuation)
-        scores = self._run.score(texts, carry)
+        scores = self._run.score(texts, carry, batch_size=self._batch_size)
         for number, score in zip(numbers, scores, strict=True):
           log_prob = self._sum(score.log_probs)
           is_greedy = bool(score.greedy.all())

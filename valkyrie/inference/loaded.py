@@ -291,7 +291,8 @@ class LoadedModel:
       messages: a conversation instead, [{'role': 'user', 'content': TEXT}], which the assistant of
         the tokenizer's chat template answers.
       max_tokens: the largest number of tokens of a continuation.
-      samples: continuations of each prompt.
+      samples: continuations of each prompt. Every batch reads its prompts: pass the carry of a long
+        one instead.
       stop: strings, or one, before which a continuation ends; the names of special tokens, too.
       seed: the seed of the samples.
       first: the number of the first prompt, in [0, 2**32). A continuation depends on the seed and

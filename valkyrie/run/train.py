@@ -22,7 +22,7 @@ from valkyrie.config.ranges import (
   checked,
 )
 from valkyrie.config.record import bindings
-from valkyrie.data import vocabularies
+from valkyrie.data.tokenizer_copy import copy_tokenizer
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.distributed import heartbeat
 from valkyrie.distributed.consistency import check_same_bindings
@@ -297,4 +297,4 @@ def _write_description(model_dir: pathlib.Path, setup: Setup, vocabulary: Vocabu
   write_configuration(model_dir)
   write_operative_configuration(model_dir)
   planned.write(model_dir, setup)
-  vocabularies.copy(vocabulary, model_dir)
+  copy_tokenizer(vocabulary, model_dir)
