@@ -249,7 +249,8 @@ _LONGEST_PATH = 4096 - 512  # bytes of a directory: Linux allows 4096, less the 
 def usable_path(name: str, path: str) -> str:
   """The path of a directory that the setting `name` gives, with the home for a `~`.
 
-  Raises a ConfigurationError if it is an address, no UTF-8, or too long for the names of its files.
+  Raises a ConfigurationError if it is an address, is not UTF-8, or is too long for the names of
+  its files.
   """
   bad = re.search('[\0\ud800-\udfff]', path)  # bytes that are not UTF-8 become the latter
   if bad:

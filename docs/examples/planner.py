@@ -53,7 +53,7 @@ class Planner(Module):
 
   It differs from the paper, whose task is a puzzle and not a stream. The state starts from zero;
   the learned queries of the summary distinguish the tokens of a plan. Every segment is computed, so
-  that shapes are static, and the halting head chooses the segment whose plan is read, alike in
+  that shapes are static, and the halting head chooses the segment whose plan is read, both in
   training and in evaluation.
 
   Attributes:

@@ -11,7 +11,7 @@ With --peers, models of about that size of Hugging Face's transformers learn in 
 torch's own threads.
 
 All variants are timed in turns within one run, and every other turn reverses the order, so that a
-slowdown of the machine affects all alike. A share of the peak compares numbers of the same turn.
+slowdown of the machine affects all equally. A share of the peak compares numbers of the same turn.
 """
 # Environment: accelerator
 

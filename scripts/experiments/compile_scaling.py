@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--repeats', type=int, default=3, help='times that each program is compiled')
   flags = parser.parse_args(arguments)
-  # In turns, so that a machine that slows down affects all programs alike.
+  # In turns, so that a machine that slows down affects all programs equally.
   turns = [[compiled(*program) for program in PROGRAMS] for _ in range(flags.repeats)]
   print(f'{turns[0][0]["compiler"]} for {turns[0][0]["topology"]}, median of {flags.repeats}')
   print('layers  chunks  instructions  of the first  code MB  of the first  seconds  of the first')

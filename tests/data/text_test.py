@@ -33,6 +33,7 @@ from valkyrie.data import (
   provenance,
   records,
   store_builder,
+  store_location,
   vocabularies,
 )
 from valkyrie.data.document_source import TASKS

@@ -316,14 +316,14 @@ def test_attempts_are_limited_and_end_when_they_are_to_stop(environment):
   said = {'error': {'message': f'no such model for {SECRET}'}}
   with server(lambda body: lambda h: send(h, 200, said)) as (url, _):
     made, _ = endpoint(url, attempts=1)
-    message = rf'is no completion: {{"error": {{"message": "no such model for \${KEY}"}}}} \('
+    message = rf'is not a completion: {{"error": {{"message": "no such model for \${KEY}"}}}} \('
     with pytest.raises(Failed, match=message):
       made.answer(REQUEST)
 
 
 LASTING = {
   'cut': (lambda h: send(h, 200, completion('a', 'length')), 'cut at the limit', False),
-  'none': (lambda h: send(h, 200, completion(None)), 'is no text', False),
+  'none': (lambda h: send(h, 200, completion(None)), 'is not a text', False),
   'key': (lambda h: send(h, 401, {'key': SECRET}), rf'status 401: {{"key": "\${KEY}"}}', True),
   'moved': (
     lambda h: send(h, 307, b'', Location=f'{h.path}2'),

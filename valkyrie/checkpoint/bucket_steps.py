@@ -25,9 +25,9 @@ from etils import epath
 from valkyrie import foreign
 from valkyrie.checkpoint import manifest
 from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
-from valkyrie.errors import StorageError, reason_of, storage_errors
+from valkyrie.errors import StorageError, reason_of
 from valkyrie.storage import foreign_names
-from valkyrie.storage.bucket import Bucket, Object
+from valkyrie.storage.bucket import Bucket, Object, bucket_errors
 from valkyrie.storage.lease import Lease, lock_name
 from valkyrie.storage.run_directory import BucketDirectory
 
@@ -143,20 +143,17 @@ class BucketSteps:
     return self.place / str(step)
 
   def holder(self) -> str:
-    with storage_errors(
-      f'{self._bucket} cannot be read',
-      'Give this machine the right to read objects there (roles/storage.objectViewer).',
-    ):
+    right = 'read objects there (roles/storage.objectViewer)'
+    with bucket_errors(f'{self._bucket} cannot be read', right):
       content, _ = read_lock(self._bucket)
     return content.get('token', '')
 
   def check_writable(self) -> bool:
     name = f'{uuid.uuid4().hex}.trial'
-    with storage_errors(
-      f'--model_dir={self._bucket} cannot be written',
-      'Nothing was changed. Give this machine the right to make, read and delete objects there '
-      '(roles/storage.objectUser), or name another --model_dir.',
-    ):
+    right = (
+      'make, read and delete objects there (roles/storage.objectUser), or name another --model_dir'
+    )
+    with bucket_errors(f'--model_dir={self._bucket} cannot be written', right):
       written = self._bucket.write(name, b'')
       self._bucket.delete({name: Object(0, None, written)})
     return True  # a bucket is never full

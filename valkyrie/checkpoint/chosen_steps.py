@@ -29,7 +29,7 @@ def first_valid(
   for step in order:
     with storage_errors(
       f'Step {step} in {steps.place} cannot be read, so that nobody can tell whether it is valid',
-      'Nothing was changed. Repair the disk and run the same command again, or move '
+      'Nothing was changed. Run the same command again when the disk or the network works, or move '
       f'{steps.path(step)} away to use the step before.',
     ):
       damage = manifest.damage(steps.files(step, once), step)

@@ -18,7 +18,7 @@ _HEADERS = {
 
 
 def npy_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-  """(shape, whether it is stored by columns, dtype) of an .npy file, at whose array it leaves off.
+  """(shape, whether it is stored by columns, dtype) of an .npy file, read up to its array.
 
   Raises a ValueError if the file is damaged: numpy parses Python there, and raises many types.
   """

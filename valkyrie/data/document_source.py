@@ -56,7 +56,7 @@ class TextDocument(NamedTuple):
 class DocumentSource(abc.ABC):
   """A source of documents; `splits` names its splits, such as ('train', 'validation')."""
 
-  other_than_text = ''  # what the documents are where they are no text, such as 'token ids'
+  other_than_text = ''  # what the documents are where they are not text, such as 'token ids'
 
   def __init__(self, splits: tuple[str, ...]):
     self.splits = splits

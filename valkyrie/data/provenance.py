@@ -153,7 +153,7 @@ def check(
   had_validation = VALIDATION in recorded_splits
   has_validation = VALIDATION in files.splits
   if not changes and had_validation != has_validation:
-    changes = 'files of the split validation came or went, which say what is held out'
+    changes = 'files of the split validation, which is held out, were added or removed'
   if changes:
     raise DataError(
       f'The token store {path} was made from other files than {files} has now '
@@ -285,8 +285,11 @@ def _listed(location: str | None, split: str | None) -> SourceFiles | None:
   """The files at a location; None if there are none, or if it is a share of the documents."""
   if not location or location.startswith(STREAMED):
     return None
-  with contextlib.suppress(DataError, StorageError):
-    return SourceFiles(location, split=split)
+  with contextlib.suppress(DataError):
+    try:
+      return SourceFiles(location, split=split)
+    except StorageError as error:
+      logging.warning('Not checked whether another source of the mixture has its files: %s', error)
   return None
 
 

@@ -67,13 +67,12 @@ class Records:
   A plain text, and one of unknown suffix that its name or a pattern selects, is one row with the
   column `text`. JSON is an object a line, a list of objects, or an object. A row of an npy file is
   in the first column. `rows` divides files, row groups of parquet, batches of arrow, and rows of
-  JSON, CSV and npy among the parts. `check`
-  gets each row, the columns, and the row's place for errors, and returns what `rows` yields.
-  `split` is as in `SourceFiles`. `also` names columns that are read where they are, and says of
-  each whether a row that has it may lack the others.
+  JSON, CSV and npy among the parts. `check` gets each row, the columns, and the row's place for
+  errors, and returns what `rows` yields. `split` is as in `SourceFiles`. `also` names columns that
+  are read where they are, and says of each whether a row that has it may lack the others.
 
   Raises:
-    DataError: there are no files, or the named file is corrupt, empty, no text, or lacks a column.
+    DataError: there are no files, or a file is corrupt or empty, is not text, or lacks a column.
     StorageError: a bucket refuses.
   """
 

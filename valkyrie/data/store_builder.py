@@ -325,8 +325,8 @@ def _in_pipeline(pipeline: Any, opened: Callable[[], Bench], numbers: Iterable[i
     lines = str(error).strip().splitlines()
     *_, reason = lines or [repr(error)]
     raise DataError(
-      f'The pipeline has failed: {reason} The lines above have more. Finished shards are kept. Run '
-      'the same command again to continue.'
+      f'The pipeline has failed ({reason}). The lines above have more. Finished shards are kept. '
+      'Run the same command again to continue.'
     ) from error
 
 

@@ -168,7 +168,7 @@ class _RemoteStore:
           for block in iter(lambda: stream.read(_BLOCK), b''):
             read += len(block)
             if read > most:
-              raise ValueError(f'it has more than the expected {most:,} bytes')
+              raise DataError(f'{self}/{file} has more than the expected {most:,} bytes. {_UPLOAD}')
             yield block
       except FileNotFoundError as error:
         raise DataError(missing) from error

@@ -49,7 +49,7 @@ def templates(folder: pathlib.Path, configured: Any) -> Any:
 
 
 def named_templates(listed: list[Any]) -> dict[str, Any]:
-  """{name: template} of a list in a configuration; entries whose name is no text are left out."""
+  """{name: template} of a list in a configuration; entries without a text as name are left out."""
   templates = {}
   for entry in listed:
     is_named = isinstance(entry, dict) and isinstance(entry.get('name'), str)

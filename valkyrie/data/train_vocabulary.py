@@ -35,8 +35,8 @@ def train_vocabulary(
   """Writes a SentencePiece tokenizer of `size` tokens to model_dir/tokenizer.model.
 
   It is a byte-pair encoding (Sennrich et al. 2016) of the text that `feed` reads, or of a sample of
-  32 MiB. Rare characters become bytes, so every text has ids, and they give it back, save that
-  U+2581, SentencePiece's sign for a space, becomes one.
+  32 MiB. Rare characters become bytes, so every text has ids, and they give it back, except that
+  U+2581, SentencePiece's sign for a space, becomes a space.
 
   Raises:
     ConfigurationError: the file exists, the text is too small for the size, or there is none.
@@ -71,7 +71,7 @@ def train_vocabulary(
 
 
 def _check_text(task: str) -> None:
-  """Raises a ConfigurationError if the documents of a task are no text."""
+  """Raises a ConfigurationError if the documents of a task are not text."""
   _, name = document_source.loaded(task)
   registered = document_source.TASKS.get(name)
   if registered is not None and registered.source.other_than_text:

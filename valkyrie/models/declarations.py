@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from valkyrie.types import Array, Axes, DType
 
-FIRST_CARRY = 'first_carry'  # the first axis of a state that is learned, which is no matrix
+FIRST_CARRY = 'first_carry'  # the first axis of a state that is learned, which is not a matrix
 
 
 @dataclasses.dataclass(frozen=True)

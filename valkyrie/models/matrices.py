@@ -234,7 +234,7 @@ def products(
     dtype = out_dtype
   sum_dtypes = [w.sum_dtype(dtype) for w in matrices]
   sum_dtype = jnp.result_type(*sum_dtypes)
-  # The matrices of one module are of one kind, or are stored alike.
+  # The matrices of one module are of one kind, or are stored in the same way.
   results = matrices[0].multiply(x, groups, axes, sum_dtype)
   if not any(w.is_changed for w in matrices):
     return results

@@ -110,7 +110,7 @@ def check_mixer(make: Callable[[], SequenceMixer], width: int, tolerance: float 
   compare(joined, whole, rule)
 
   document, _ = trial.read(x, fresh, _START)
-  rule = 'a document depends on the one before it. Start anew where positions is 0'
+  rule = 'a document depends on the one before it. Reset the carry where positions is 0'
   compare(document, whole[:, _START:], rule)
 
   steps = np.arange(_TIME)

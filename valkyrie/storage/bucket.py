@@ -7,7 +7,7 @@ generation. A write can depend on the generation that it replaces, which makes i
 """
 
 import base64
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import errno
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import uuid
 
 from valkyrie import packages
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, storage_errors
 from valkyrie.storage import foreign_names
 from valkyrie.storage.lease import Changed
 
@@ -44,6 +44,22 @@ def client(address: str, **options: Any) -> Any:
       + packages.install('gcsfs')
     ) from error
   return gcs.connected(address, **options)
+
+
+@contextlib.contextmanager
+def bucket_errors(message: str, right: str) -> Iterator[None]:
+  """Raises StorageError('MESSAGE: reason. ADVICE') for an OSError inside.
+
+  The advice is to give this machine the `right` if it is denied, or else to look at the network.
+  """
+  try:
+    yield
+  except OSError as error:
+    advice = 'Check the address and the network, and run again.'
+    if isinstance(error, PermissionError):
+      advice = f'Give this machine the right to {right}.'
+    with storage_errors(message, advice):
+      raise
 
 
 class Object(NamedTuple):

@@ -10,7 +10,7 @@ import threading
 
 from valkyrie.errors import end_after, reason_of, storage_errors, usable_path, write_errors
 from valkyrie.storage import foreign_names, temporary_names
-from valkyrie.storage.bucket import Bucket, is_bucket
+from valkyrie.storage.bucket import Bucket, bucket_errors, is_bucket
 
 _SECONDS = 30.0  # between two uploads
 # The other files are copied, since processes read them and append to them.
@@ -50,10 +50,8 @@ class BucketDirectory(os.PathLike):
 
     Raises StorageError if the bucket cannot be read, or an object's name leads out of the folder.
     """
-    advice = (
-      'Give this machine the right to list and read objects there (roles/storage.objectViewer).'
-    )
-    with storage_errors(f'{self} cannot be read', advice):
+    right = 'list and read objects there (roles/storage.objectViewer)'
+    with bucket_errors(f'{self} cannot be read', right):
       names, folders = self.bucket.browse()
       for folder in {*folders} - _NOT_COPIED:
         names |= self.bucket.objects(folder)

@@ -131,7 +131,7 @@ def columns(tensor: Tensor, ranges: Ranges) -> Tensor:
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-  """One tensor whose last axis has those of the tensors in this order."""
+  """The tensors, joined along their last axes in this order."""
   if len(tensors) == 1:
     return tensors[0]
   widths = [tensor.shape[-1] for tensor in tensors]

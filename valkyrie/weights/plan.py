@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
   @property
   def bindings(self) -> dict[str, Any]:
-    """All bindings but `Block.mixers`; with several kinds, those of a kind are in its scope."""
+    """All bindings but `Block.mixers`; with several kinds, each has its own in its scope."""
     result = dict(self.shared)
     for kind, layer in self.kinds.items():
       for name, value in layer.bindings.items():

@@ -152,7 +152,7 @@ class Decomposed:
     return {name: np.concatenate([part[name] for part in parts]) for name in self.names}
 
   def ablated(self, numbers: Numbers) -> Masking:
-    """The model without these components, {name of a site: their numbers}, and all else of it."""
+    """The model without these components {name of a site: their numbers}; the rest is unchanged."""
     return masking.ablated(numbers, self.sizes)
 
   def kept(self, numbers: Numbers, kind: str = 'whole') -> Masking:

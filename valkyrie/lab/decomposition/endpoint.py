@@ -146,12 +146,12 @@ class Endpoint:
       choice = foreign.fields(body['choices'][0], message=dict)
     except (ValueError, IndexError):  # a proxy's page, an error, or a part of a response
       said = content.decode(errors='replace')
-      raise _Passing(f'the response is no completion: {self._shown(said)}') from None
+      raise _Passing(f'the response is not a completion: {self._shown(said)}') from None
     if choice.get('finish_reason') == 'length':
       raise Failed('the answer was cut at the limit on its tokens, see --fields')
     text = choice['message'].get('content')
     if not isinstance(text, str) or not text.strip() or len(text) > LONGEST_ANSWER:
-      raise Failed(f'the answer is no text of at most {LONGEST_ANSWER:,} characters')
+      raise Failed(f'the answer is not a text of at most {LONGEST_ANSWER:,} characters')
     usage = body.get('usage')
     return Answer(
       self._without_key(text), _count(usage, 'prompt_tokens'), _count(usage, 'completion_tokens')
@@ -197,10 +197,10 @@ def _checked_address(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     port = parts.port
   except ValueError:
-    raise UsageError(f'{URL} is no address. {advice}') from None
+    raise UsageError(f'{URL} is not an address. {advice}') from None
   is_plain = url.isascii() and url.isprintable() and ' ' not in url
   if parts.scheme not in ('http', 'https') or not parts.hostname or port == 0 or not is_plain:
-    raise UsageError(f'{URL} is no address that begins with http:// or https://. {advice}')
+    raise UsageError(f'{URL} is not an address that begins with http:// or https://. {advice}')
   if '@' in parts.netloc or parts.query or parts.fragment:  # which may be a password
     raise UsageError(f'{URL} has more than a host, a port and a path. {advice}')
   return url

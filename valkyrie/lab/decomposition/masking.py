@@ -48,7 +48,7 @@ ROUNDED = Masking('rounded', {})
 
 
 def ablated(numbers: Numbers, sizes: Mapping[str, int]) -> Masking:
-  """The model without these components, and all else of it."""
+  """The model without these components; the rest is unchanged."""
   factors = {}
   for name, of_site in numbers.items():
     factors[name] = np.ones(_size(name, sizes), np.float32)

@@ -251,5 +251,5 @@ def _number(value: float) -> float | None:
 
 
 def _json(value: Any) -> str:
-  """JSON in ASCII, so that no character of a text ends a line of a script, or is no Unicode."""
+  """JSON in ASCII, so that no character of a text ends a line of a script, and all are Unicode."""
   return json.dumps(value, separators=(',', ':'), allow_nan=False)

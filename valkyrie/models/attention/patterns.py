@@ -107,7 +107,7 @@ def attention_pattern(
 
 @contextlib.contextmanager
 def noted(kinds: Iterable[Any], prefix: str) -> Iterator[dict[str, Any]]:
-  """Yields {PATTERNS: {path: pattern}}, which gets those of the mixers that are called inside.
+  """Yields {PATTERNS: {path: pattern}}, which the mixers that are called inside fill.
 
   It is empty unless `Patterns` are among the kinds. A path is the prefix with a module's name.
   """
