@@ -375,8 +375,8 @@ def test_a_field_that_requests_have_already_is_refused(folder, capsys, fields):
   ('url', 'key', 'message'),
   [
     ('', SECRET, f'{URL} is not set'),
-    ('localhost:8000/v1', SECRET, 'no address that begins'),
-    ('file:///etc/passwd', SECRET, 'no address that begins'),
+    ('localhost:8000/v1', SECRET, 'not an address that begins'),
+    ('file:///etc/passwd', SECRET, 'not an address that begins'),
     (f'http://user:{SECRET}@127.0.0.1/v1', SECRET, 'more than a host'),
     (f'http://127.0.0.1/v1?key={SECRET}', SECRET, 'more than a host'),
     ('http://127.0.0.1/v1', f'{SECRET}\nX: y', f'{KEY} has a blank'),

@@ -250,15 +250,15 @@ class Records:
       raise self._not_text(file, error) from error
     except FileNotFoundError as error:
       raise DataError(f'{file} is missing. {REPAIR}') from error
-    except PermissionError as error:
-      raise DataError(f'This user may not read {file}. Give it the right to.') from error
     except MemoryError as error:
       raise DataError(
         f'A document of {file} is larger than the memory that is left. Cut or remove it.'
       ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
+      self.files.check_unchanged(file)  # or the bucket's own error
       raise_outage(f'{file} cannot be read', error)
-      self.files.check_unchanged(file)
+      if isinstance(error, PermissionError):
+        raise DataError(f'This user may not read {file}. Give it the right to.') from error
       reason = foreign.reason(error)
       raise DataError(f'{file} is corrupt: it cannot be read ({reason}). {REPAIR}') from error
     self.files.check_unchanged(file)

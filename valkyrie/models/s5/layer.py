@@ -56,7 +56,7 @@ def activate(
     half_glu2   drop(y ∘ σ(g W_gate))
     full_glu    drop(g W_value ∘ σ(g W_gate))
 
-  y is [B, T, D], and `weights` are the matrices [D, D] of `ACTIVATIONS`. Each `drop` has its own draw.
+  y is [B, T, D], and `weights` are the matrices [D, D] of `ACTIVATIONS`. Every `drop` draws again.
   """
   if activation == 'linear':
     return drop(y)
