@@ -17,7 +17,7 @@ from valkyrie.checkpoint.manager import open_to_read
 from valkyrie.config.computation import computation, default_of, reached
 from valkyrie.config.differences import differences
 from valkyrie.config.record import bindings
-from valkyrie.errors import ConfigurationError, first_of
+from valkyrie.errors import ConfigurationError, first_of, storage_errors
 from valkyrie.storage import whole_file
 
 _SHOWN = 10
@@ -62,12 +62,21 @@ def changed_bindings(
 
 
 def _recorded_bindings(model_dir: str | os.PathLike) -> dict[str, Any]:
-  """The bindings in the config.json of a run; none if it cannot be read."""
-  with contextlib.suppress(OSError, ValueError):
-    content = foreign.content(pathlib.Path(model_dir, 'config.json'))
+  """The bindings in the config.json of a run; none if it is missing or damaged."""
+  with contextlib.suppress(ValueError):
+    content = _content(pathlib.Path(model_dir, 'config.json'))
     configuration = foreign.json_object(content, bindings=dict)
     return configuration['bindings']
   return {}
+
+
+def _content(path: pathlib.Path) -> bytes:
+  """The content of a file, b'' without one; raises a StorageError if the system does not tell."""
+  with storage_errors(f'{path} cannot be read'):
+    try:
+      return foreign.content(path)
+    except (FileNotFoundError, NotADirectoryError):
+      return b''
 
 
 def _chosen(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -101,8 +110,8 @@ def record_changes(
   recorded: Any = [*changed]
   if not is_named or (folder / 'metrics.jsonl').exists():
     recorded = []
-  with contextlib.suppress(OSError, ValueError):
-    recorded = foreign.json_value(foreign.content(path))
+  with contextlib.suppress(ValueError):
+    recorded = foreign.json_value(_content(path))
   if recorded != [*changed]:
     names = first_of([*changed], _SHOWN)
     shown = '\n  '.join(names) or 'none'
