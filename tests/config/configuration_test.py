@@ -113,6 +113,8 @@ def test_blocks_includes_nested_values_and_constants():
     ('--gin.operate.model_dir="x"', ["no parameter 'model_dir'"]),
     ('--gin.operate.gadget=@Gadgt()', ["no configurable 'Gadgt'", 'Did you mean Gadget?']),
     ('--gin.operate.gadget=@Mine()', ["no configurable 'Mine'", '--gin_allow_import=PACKAGE']),
+    ('--gin.Gadget.name=nan', ['gin has no number nan. Write a finite one']),
+    ('--gin.Gadget.name=-inf', ['gin has no number -inf. Write a finite one']),
     ('--gin.Gadget.name=abc', ['strings need quotes. Write --gin.Gadget.name=\'"abc"\'']),
     ('--gin.Gadget.name=/data/x-1', ['--gin.Gadget.name=\'"/data/x-1"\'']),
     ('--gin.Gadget.parts=[a, 1]', ['a is not a value', 'strings need quotes']),

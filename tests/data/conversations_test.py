@@ -235,6 +235,17 @@ def test_what_a_template_leaves_out_is_named(feed, tokenizer):
   (tokenizer.parent / 'chat_template.jinja').write_text(only)
   with pytest.raises(DataError, match=r'leaves out the message 1, of the role developer'):
     feed(messages([('developer', 'Be brief.'), *TALK]))
+  # Also where another message has the same words.
+  _, question = TALK[0]
+  with pytest.raises(DataError, match=r'leaves out the message 1, of the role developer'):
+    feed(messages([('developer', question[:3]), *TALK]))
+
+
+def test_what_a_template_leaves_out_is_named_in_a_question(run, tokenizer):
+  only = CHATML.replace('in messages %}', "in messages if message.role != 'system' %}")
+  write_template(tokenizer.parent, only)
+  with pytest.raises(DataError, match=r'leaves out the message 1, of the role system'):
+    run.generate(messages=[{'role': 'system', 'content': 'In French.'}, *ASK])
 
 
 MARKED = (
@@ -390,6 +401,11 @@ def test_special_tokens_of_the_template_are_tokens(tokenizer):
     ({'messages': weighted(reasoning_content='why')}, r'leaves out reasoning_content of .* 3'),
     ({'messages': weighted(tool_calls=[CALL])}, r'leaves out tool_calls of .* 3'),
     ({'messages': weighted(tool_calls=[{'name': 'add'}])}, r'message 3 has the call'),
+    (
+      {'messages': weighted(tool_calls=[CALL], function_call=CALL['function'])},
+      r'message 3 has function_call and tool_calls',
+    ),
+    ({'messages': messages(), 'tools': [TOOL], 'functions': [FUNCTION]}, r'tools and functions'),
     ({'messages': weighted(tool_calls=[BAD_CALL])}, r'message 3 has arguments .* not JSON'),
     ({'messages': messages(), 'tools': [TOOL]}, r'leaves out the tools'),
     ({'messages': messages(), 'tools': 'add'}, r'has tools which are not JSON'),
@@ -506,9 +522,15 @@ def test_messages_are_answered_up_to_the_end_of_the_turn(run, tokenizer, tmp_pat
 
 
 def test_wrong_questions_are_refused(run):
-  for wrong in ([], {}, 'Hello', ['Hello'], messages(TALK[:3])):
+  for wrong in ([], messages(TALK[:3])):
     with pytest.raises(DataError, match=r'^messages: nothing asks for an answer'):
       run.generate(messages=wrong)
+  for wrong in ({}, 'Hello', ['Hello']):
+    with pytest.raises(DataError, match=r'^messages has .*expected a list such as'):
+      run.generate(messages=wrong)
+  # Other forms of messages are read as they are in training.
+  sharegpt = run.generate(messages=({'from': 'human', 'value': 'Hello'},), max_tokens=3)
+  assert sharegpt == run.generate(messages=[{'role': 'user', 'content': 'Hello'}], max_tokens=3)
   with pytest.raises(DataError, match=r'^messages: the message 1 is'):
     run.generate(messages=[{'role': 'user'}])
   with pytest.raises(UsageError, match='prompts and messages'):

@@ -50,7 +50,7 @@ print(memory('VmHWM') - before)
 READ = """
 import pathlib, re, sys
 import jax, jax.numpy as jnp
-from valkyrie.weights import initial, named_tensors, tensor_folders
+from valkyrie.weights import filled_arrays, named_tensors, tensor_folders
 def memory(field):
   return int(re.search(field + r':\\s+(\\d+) kB', open('/proc/self/status').read())[1]) // 1024
 params = {
@@ -63,7 +63,7 @@ before = memory('VmRSS')
 for leaf in named_tensors.leaves(params):
   old = params[leaf.module][leaf.name]
   chosen = [tensors[name] for name in leaf.tensors]
-  params[leaf.module][leaf.name] = initial._filled(old, chosen, leaf.stacked)
+  params[leaf.module][leaf.name] = filled_arrays.filled(old, chosen, leaf.stacked)
   old.delete()
 for n, group in enumerate(params.values()):
   assert (group['out'][:, :2] == n).all()

@@ -93,8 +93,9 @@ def test_a_carry_has_one_row_or_one_for_each_text(rows, texts):
   for ask in (loaded.activations, lambda text, carry: list(loaded.stream(text, carry))):
     with pytest.raises(ConfigurationError, match=f'has {rows} rows, but 1 texts'):
       ask('B', carry=carry)
-  with pytest.raises(IndexError):
-    loaded.rows(carry, [0, rows])
+  for wrong in ([0, rows], [-rows - 1], [1.0], [False, True], [], 0):
+    with pytest.raises(IndexError, match='The carry has no rows'):
+      loaded.rows(carry, wrong)
   last = loaded.rows(carry, [-1])
   np.testing.assert_array_equal(last.hidden, carry.hidden[-1:])
 

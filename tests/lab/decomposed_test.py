@@ -257,6 +257,9 @@ def test_a_factor_of_a_component_is_a_number_of_float32():
   [
     (lambda parts: parts.factors('layers.0.mlp'), r"no site 'layers.0.mlp'. Name one of these: "),
     (lambda parts: parts.ablated({READER: [C]}), 'has no component 3. Use numbers from 0 to 2'),
+    (lambda parts: parts.ablated({READER: [1.5]}), r'has no component 1\.5'),
+    (lambda parts: parts.ablated({READER: [True]}), 'has no component True'),
+    (lambda parts: parts.ablated({READER: 'ab'}), "has no component 'a'"),
     (lambda parts: parts.scaled({'x': {0: 1.0}}), "no site 'x'"),
     (lambda parts: parts.compare('', masking.ROUNDED), 'text is empty'),
     (lambda parts: parts.writers('abc', READER, 0, 3), 'token=3, but the text has 3'),

@@ -71,7 +71,7 @@ def test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices(tmp_p
   params = with_values(params)
   found = features(model, params)
   assert np.abs(found - features(plain, without)).max() > 0.01
-  # A model without adapters loads the sums.
+  # A model without adapters, or whose adapters are other ones, loads the sums.
   save_file(
     {
       name: np.asarray(leaf[number] if of.stacked else leaf)
@@ -87,6 +87,13 @@ def test_adapters_change_nothing_at_first_and_are_the_sum_of_both_matrices(tmp_p
   )
   assert complete
   np.testing.assert_allclose(features(plain, merged), found, atol=1e-5)
+  fresh = (('_lora_[ab]$', 'fresh'),)
+  for rank, rules in ((4, ()), (4, fresh), (2, fresh)):
+    other = small(lora=functools.partial(adapted, rank=rank))
+    loaded, _ = InitialWeights(str(tmp_path / 'adapted.safetensors'), rules=rules).load(
+      other, make, tiny.init(other, 1)[0], 'bytes', lambda line: None
+    )
+    np.testing.assert_allclose(features(other, loaded), found, atol=1e-5)
 
 
 def test_only_adapters_learn_and_count():

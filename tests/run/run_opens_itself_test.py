@@ -131,6 +131,14 @@ def test_the_size_of_chunks_counts_where_the_carry_is_cut(folder, start, tmp_pat
   assert code == 0 and 'changed since the checkpoint: Evaluator.chunk_size was 16, is 4' in errors
 
 
+@pytest.mark.parametrize('name', ['whole', 'cut_state', 'mine_cut_all'])
+def test_a_name_of_evaluations_own_folders_is_refused(folder, start, name):
+  run = folder / 'narrow'
+  code, _, errors = start(f'--model_dir={run}', '--run_mode=eval', f'--gin.evaluate.name="{name}"')
+  assert code == 78 and 'names a folder that evaluations make themselves' in errors
+  assert not (run / f'eval_{name}').exists()
+
+
 def test_a_carry_under_other_bindings_is_refused(folder, tmp_path):
   run = folder / 'narrow'
   loaded = valkyrie.load(run, 4)

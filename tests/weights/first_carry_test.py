@@ -1,6 +1,7 @@
 """A first carry that is learned: alone, exported, and loaded beside the weights of another run."""
 
 import functools
+import json
 
 import gin
 import jax
@@ -29,7 +30,7 @@ def with_first_carry(run, file):
   return valkyrie.load(run, bindings=[f"open_run.first_carry = '{file}'"])
 
 
-def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
+def test_a_task_is_one_small_file_beside_the_weights(tmp_path, capsys):
   tiny_run.write_stores(tmp_path / 'data', 'letters', 'ab')
   base = tiny_run.train(tmp_path / 'base', tmp_path / 'data')
   more = f"train.initial_weights = '{base}'\nlearning_rate = 0.1\n{LEARNED}"
@@ -61,6 +62,20 @@ def test_a_task_is_one_small_file_beside_the_weights(tmp_path):
   tensors = load_file(folder / 'model.safetensors')
   tensors['final_norm.scale'] = 1.001 * tensors['final_norm.scale']
   save_file(tensors, tmp_path / 'other.safetensors')
+  # It is not left out silently, and an export says that the model has it.
+  (tmp_path / 'base.gin').write_text(tiny_run.gin_text(tmp_path / 'data'))
+  flags = [f'--model_dir={tmp_path / "again"}', f'--gin_file={tmp_path / "base.gin"}']
+  flags.append('--gin.InitialWeights.any_loss=True')
+  begin = f'--gin.train.initial_weights="{task}"'
+  assert start(*flags, begin) == ConfigurationError.exit_code
+  assert 'begins with a first carry that it has learned' in capsys.readouterr().err
+  assert start(*flags, begin, '--gin.InitialWeights.partial=True') == 0
+  given = f'--gin.open_run.first_carry="{folder}"'
+  both = tmp_path / 'both'
+  assert start(f'--model_dir={base}', '--run_mode=export', f'--output={both}', given) == 0
+  assert json.loads((both / 'config.json').read_text())['model']['LanguageModel.learned_carry']
+  flags = ['--run_mode=export', f'--output={tmp_path / "theirs"}', given, form]
+  assert start(f'--model_dir={base}', *flags) == ConfigurationError.exit_code
   # A run and an export are compared in all tensors.
   whole = tmp_path / 'whole'
   assert start(f'--model_dir={task}', '--run_mode=export', f'--output={whole}') == 0

@@ -68,7 +68,10 @@ def _explain_value(value: str, statement: Callable[[str], str]) -> str | None:
   has_words = re.search(r'[^\W\d]|/', value)
   if has_words and re.fullmatch(r'[\w./~:+ -]+', value):
     quoted = json.dumps(value, ensure_ascii=False)
-    return f'strings need quotes. Write {statement(quoted)}'
+    advice = f'strings need quotes. Write {statement(quoted)}'
+    if value.lower().lstrip('+-') in ('nan', 'inf', 'infinity'):
+      advice = f'gin has no number {value}. Write a finite one'
+    return advice
   if re.search(r'\d\s*[-+*/<]+\s*\d', value):
     return 'gin has no expressions. Write the resulting number.'
   return None

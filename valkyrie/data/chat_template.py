@@ -115,18 +115,9 @@ class ChatTemplate:
       without_tools = self.render(messages, place, asks=False)
       if whole == without_tools:
         self._refuse_lost(place, 'the tools')
+    self._check_contents(messages, tools, place, whole)
     for number, message in enumerate(messages, 1):
       earlier = list(messages[: number - 1])
-      later = list(messages[number:])
-      content = message['content'].strip()
-      if content and content not in whole:
-        # A template may change a content. Does another content change the text?
-        changed = {**message, 'content': f'{message["content"]}.'}
-        with_change = [*earlier, changed, *later]
-        text = self.render(with_change, place, asks=False, tools=tools)
-        if text == whole:
-          role = message['role']
-          self._refuse_lost(place, f'the message {number}, of the role {role}')
       for field in SAID:
         if not message.get(field):
           continue
@@ -139,20 +130,49 @@ class ChatTemplate:
         if text == text_without:
           self._refuse_lost(place, f'{field} of the message {number}')
 
+  def _check_contents(
+    self,
+    messages: Messages,
+    tools: Tools | None,
+    place: str,
+    whole: str,
+  ) -> None:
+    """Raises a DataError if the text `whole` of a conversation does not depend on a content."""
+    mark = 'end'
+    while mark in whole:
+      mark += 'd'
+    marked = []
+    for number, message in enumerate(messages, 1):
+      content = message['content']
+      if content.strip():
+        content += f' {mark}{number}.'
+      marked.append({**message, 'content': content})
+    with_marks = self.render(marked, place, asks=False, tools=tools)
+    for number, message in enumerate(messages, 1):
+      if not message['content'].strip() or f'{mark}{number}.' in with_marks:
+        continue
+      # A template may change a content. Does another content change the text?
+      changed = {**message, 'content': f'{message["content"]}.'}
+      with_change = [*messages[: number - 1], changed, *messages[number:]]
+      text = self.render(with_change, place, asks=False, tools=tools)
+      if text == whole:
+        role = message['role']
+        self._refuse_lost(place, f'the message {number}, of the role {role}')
+
   def prompt(self, messages: Any, place: str, tools: Tools | None = None) -> np.ndarray:
     """The tokens int32 [T] of a conversation to answer; raises a DataError, see `render`."""
-    last = None
-    if isinstance(messages, list) and messages:
-      last = messages[-1]
-    asks_for_answer = isinstance(last, dict) and last.get('role') in ('user', 'tool')
-    if not asks_for_answer:
+    if isinstance(messages, tuple):
+      messages = [*messages]
+    given = {'messages': messages, 'tools': tools}
+    talk, tools = conversation(given, 'messages', place)
+    last = talk[-1] if talk else None
+    if last is None or last['role'] not in ('user', 'tool'):
       raise DataError(
         f'{place}: nothing asks for an answer: the last message is {last!r:.80}. Expected a list '
         'such as [{"role": "user", "content": "Hello"}].'
       )
-    given = {'messages': messages, 'tools': tools}
-    talk, tools = conversation(given, 'messages', place)
     text = self.render(talk, place, asks=True, tools=tools)
+    self._check_contents(talk, tools, place, self.render(talk, place, asks=False, tools=tools))
     if tools:
       without_tools = self.render(talk, place, asks=True)
       if text == without_tools:

@@ -89,8 +89,9 @@ def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
   message['role'] = _ROLES.get(str(role), role)
   if 'function_call' in message:
     function = message.pop('function_call')
-    call = _as_call(function)
-    message.setdefault('tool_calls', [call])
+    if message.get('tool_calls'):
+      raise DataError(f'{place} has function_call and tool_calls. Leave one of them out.')
+    message['tool_calls'] = [_as_call(function)]
   if 'tool_calls' in message:
     calls = _listed(message['tool_calls'], place)
     message['tool_calls'] = [_call(call, place) for call in calls]
@@ -157,6 +158,8 @@ def _tools(row: Mapping[str, Any], place: str) -> list[Any] | None:
   """The tools of a row; None if it has none."""
   tools = _listed(_parsed(row, 'tools', place), place)
   functions = _parsed(row, 'functions', place)
+  if tools and functions:
+    raise DataError(f'{place} has tools and functions. Leave one of them out.')
   if not tools:
     listed_functions = _listed(functions, place)
     tools = [_as_call(function) for function in listed_functions]

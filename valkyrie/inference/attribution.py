@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.config.ranges import NonNegativeInt, check
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.inference import segments
 from valkyrie.inference.reader import Reader, TextCarry, check_finite, predicting_hidden
@@ -68,6 +69,8 @@ class Attribution(NamedTuple):
     They are parts of the document: question and answer, on which the answer always depends most,
     are left out, unless `everywhere`.
     """
+    check('passages.count', count, NonNegativeInt)
+    check('passages.width', width, NonNegativeInt)
     strengths = self.strengths
     if not everywhere:
       strengths = strengths[: self.document]

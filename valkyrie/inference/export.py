@@ -108,6 +108,11 @@ def export(
     theirs = huggingface.export_of(model)
   with doing('reading the checkpoint'):
     loaded = opened(model_dir, step, lazily=form != 'components')
+  if form != 'valkyrie' and 'first_carry' in (loaded.origin or {}):
+    raise ConfigurationError(
+      f"open_run.first_carry is for export.form='valkyrie', but the form is {form!r}. Set "
+      'open_run.first_carry = None, or export the run that has learned it.'
+    )
   if form == 'peft':
     content = _adapters(loaded, model)
   elif theirs is None:
@@ -159,6 +164,9 @@ def _own(loaded: LoadedModel, form: str) -> _Content:
   if form == 'first_carry':
     tensors = _first_carry(tensors)
   count = _count(tensors)
+  bindings = record.bindings()
+  if any('.first_carry' in name for name in tensors):  # perhaps of `open_run.first_carry`
+    bindings['LanguageModel.learned_carry'] = True
   config = {
     'format': named_tensors.FORMAT,
     'version': __version__,
@@ -168,7 +176,7 @@ def _own(loaded: LoadedModel, form: str) -> _Content:
     'vocabulary_size': loaded.model.about.vocabulary_size,
     'eos_id': loaded.tokenizer.eos_id,
     'bos': [*loaded.tokenizer.bos],
-    'model': _of_model(record.bindings(), form),
+    'model': _of_model(bindings, form),
   }
   return _Content(tensors, config, count)
 

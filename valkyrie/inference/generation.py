@@ -141,7 +141,7 @@ class Continuation:
     are_texts = [isinstance(string, str) and bool(string) for string in stops]
     if not all(are_texts):
       raise ConfigurationError(
-        f'stop={stop!r} has an empty string. Use strings of one letter or more.'
+        f'stop={stop!r:.80} has what is not a text, or is empty. Use strings of one letter or more.'
       )
     # Decoders leave special tokens out. So a mark, which no text has, replaces each in stop strings
     # and in the held text.

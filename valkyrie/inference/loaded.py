@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from valkyrie.config.ranges import NonNegativeInt, check
 from valkyrie.data.chat_template import ChatTemplate, Messages
 from valkyrie.data.vocabularies import Vocabulary
 from valkyrie.errors import ConfigurationError, UsageError, check_choice, usable_path, with_home
@@ -256,6 +257,7 @@ class LoadedModel:
         'Attribution needs the exact gradient of the model, but its LanguageModel.insert passes on '
         'only a part of it. Train a model with LanguageModel.insert = None to ask what matters.'
       )
+    check('attribution.since', since, NonNegativeInt)
     if isinstance(document, Document):
       document = document.tokens
     (begun,) = self.text_rows.tokens([document], None)

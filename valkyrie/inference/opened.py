@@ -12,6 +12,7 @@ from valkyrie.config.load import Configuration, check_call, load_gin
 from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.config.ranges import PositiveInt
 from valkyrie.data import vocabularies
+from valkyrie.errors import ConfigurationError
 from valkyrie.inference.carry_origin import origin_of
 from valkyrie.inference.loaded import LoadedModel
 from valkyrie.models import language_model
@@ -111,6 +112,10 @@ def configured(
 ) -> tuple[str | os.PathLike, Configuration]:
   """The directory of a run, and its configuration; see `load` for the arguments and errors."""
   directory = opened(model_dir)
+  if isinstance(bindings, str):
+    raise ConfigurationError(
+      f'bindings={bindings!r:.80} is one text. Use a list, such as ["open_run.chunk_size=512"].'
+    )
   flags = [f'--gin.{binding}' for binding in bindings]
   modules = CONFIGURABLE_MODULES
   configuration = Configuration(

@@ -101,8 +101,15 @@ class TextRows:
   def chosen(self, carry: AnyCarry, numbers: Sequence[int]) -> TextCarry:
     """The rows of a carry with these numbers; an IndexError if there is no such row."""
     documents.check(carry, self.reader)
-    all_rows = np.arange(len(carry.position))
-    index = all_rows[np.asarray(numbers)]
+    rows = len(carry.position)
+    index = np.asarray(numbers)
+    are_integers = index.ndim == 1 and index.size > 0 and index.dtype.kind in 'iu'
+    if not are_integers or index.min() < -rows or index.max() >= rows:
+      raise IndexError(
+        f'The carry has no rows {numbers!r:.80}. Use a list of numbers from 0 to {rows - 1}, or '
+        'from -1 for those from the last.'
+      )
+    index = np.arange(rows)[index]
 
     def take(x, axes):
       return jnp.take(x, index, axes.index('batch'))

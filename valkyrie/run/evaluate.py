@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import pathlib
+import re
 import sys
 import time
 
@@ -41,6 +42,7 @@ from valkyrie.weights.restored import restored_params
 
 # The bindings that name what is measured, and by what.
 _MEASURED = ('evaluate.model', 'evaluate.evaluator', 'StepSettings.objective')
+_OF_A_CUT = re.compile(f'(^|_)cut_({"|".join(CUTS)})$')
 _PAUSE_SECONDS = 2.0  # between two looks of a follower
 
 
@@ -83,6 +85,11 @@ def evaluate(
     raise ConfigurationError(
       f'evaluate.name={name!r} is part of a file name. Use letters, digits, dots and dashes.'
     )
+  if name == 'whole' or _OF_A_CUT.search(name):
+    raise ConfigurationError(
+      f'evaluate.name={name!r} names a folder that evaluations make themselves: eval_whole is for '
+      '--follow, and eval_cut_... for evaluate.cuts. Use another name.'
+    )
   if ',' in step and not name:
     raise ConfigurationError(
       f"--step={step} averages several checkpoints; its metrics would be mixed with the run's own. "
@@ -110,7 +117,8 @@ def evaluate(
       changed = changed_bindings(model_dir, step, _MEASURED, is_cut=True)
     for cut in cuts:
       record_changes(model_dir, f'{stream}_cut_{cut}', changed, is_named=is_named)
-    measure.record_data(model_dir, stream, may_differ=False)
+    for place in (stream, *(f'{stream}_cut_{cut}' for cut in cuts)):
+      measure.record_data(model_dir, place, may_differ=False)
     for line in changed:
       _say(f'changed since the checkpoint: {line}')
     found = {}

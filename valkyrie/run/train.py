@@ -169,7 +169,8 @@ def train(
     if jax.process_index() == 0 and directory.latest_step() is None:
       write_table = functools.partial(planned.write, pathlib.Path(model_dir), setup)
       patiently(write_table, checkpoints.patience, progress.say, passes=may_pass_when_opened)
-    with doing('making or restoring the state', progress.say):
+    fits = memory.explained(lambda: 'the state of the run has no room')
+    with fits, doing('making or restoring the state', progress.say):
       run = RunState.restore(setup, tokens, lengths, directory, origin, progress.say)
     trainer = Trainer(run, directory, origin, stop, progress.say)
     skipped = int(run.state.skipped)

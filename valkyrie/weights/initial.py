@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 import dataclasses
-import itertools
 import re
-from typing import Any
 
 import gin
-import jax
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
@@ -18,13 +15,12 @@ from valkyrie.models.model import Model
 from valkyrie.models.sites import is_factor
 from valkyrie.types import Array, Params
 from valkyrie.weights import huggingface, listing, named_tensors, priming, settings
+from valkyrie.weights.filled_arrays import FRESH, ZERO, filled
 from valkyrie.weights.named_tensors import TABLES, Leaf
 from valkyrie.weights.priming import Primed
 from valkyrie.weights.source import Source, open_source
 from valkyrie.weights.tensor_files import Tensor
 
-FRESH = 'fresh'
-ZERO = 'zero'
 _SHOWN = 8  # tensors in a message
 _PLAIN = int | float | str  # values of bindings that are compared
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # others need scales, which are not known here
@@ -112,7 +108,7 @@ class InitialWeights:
       if any(choice != FRESH for choice in choices):
         initial = params[leaf.module][leaf.name]
         tensors = [source.tensors.get(choice, choice) for choice in choices]
-        loaded[leaf.module][leaf.name] = _filled(initial, tensors, leaf.stacked)
+        loaded[leaf.module][leaf.name] = filled(initial, tensors, leaf.stacked)
         initial.delete()
     new = [name for name, choice in chosen.items() if choice in (FRESH, ZERO)]
     all_come_from_source = all(_is_beside_weights(name, chosen) for name in new)
@@ -127,8 +123,7 @@ class InitialWeights:
     vocabulary: str,
   ) -> tuple[Source, Primed, dict[str, str]]:
     """The source with its tensors as the model takes them, those that are primed, and `_chosen`."""
-    names = set(itertools.chain.from_iterable(leaf.tensors for leaf in leaves))
-    tensors = named_tensors.merged(source.tensors, kept=names)
+    tensors = named_tensors.merged(source.tensors, kept=self._kept_halves(source.tensors, leaves))
     primed = Primed(tensors)
     if self.primed:
       primed = priming.primed(self.source, tensors, source.all_bindings, make)
@@ -137,6 +132,20 @@ class InitialWeights:
     chosen = self._chosen(leaves, source.tensors, model.about.vocabulary_size, primed.layers)
     self._check_settings(source, make)
     return source, primed, chosen
+
+  def _kept_halves(self, tensors: Mapping[str, Tensor], leaves: Sequence[Leaf]) -> set[str]:
+    """The halves of adapters that the model takes as they are, by name and size.
+
+    The others belong to their matrices: a model with adapters of another rank begins with new ones.
+    """
+    fitting = set()
+    for leaf in leaves:
+      shape = leaf.shape[1:] if leaf.stacked else leaf.shape
+      for name in leaf.tensors:
+        is_taken = name in tensors and self._choice(name) == name
+        if named_tensors.is_adapter(name) and is_taken and tensors[name].shape == shape:
+          fitting.add(name)
+    return {name for name in fitting if named_tensors.other_half(name) in fitting}
 
   def _chosen(
     self,
@@ -182,6 +191,7 @@ class InitialWeights:
         "or leave tensors out with InitialWeights.rules = (('NAME', 'fresh'),)."
       )
     unused = sorted(tensors.keys() - set(chosen.values()))
+    self._check_first_carry(unused)
     if not any(choice in tensors for choice in chosen.values()):
       raise ConfigurationError(
         f'{self.source} has none of the {len(chosen)} tensors of the model:\n'
@@ -200,6 +210,16 @@ class InitialWeights:
         'in InitialWeights.rules.'
       )
     return chosen
+
+  def _check_first_carry(self, unused: Sequence[str]) -> None:
+    """Raises a ConfigurationError if the model lacks a first carry that the source has learned."""
+    names = [name for name in unused if '.first_carry' in name]
+    if names and not self.partial:
+      raise ConfigurationError(
+        f'{self.source} begins with a first carry that it has learned, which the model lacks: '
+        f'{listing.over_layers(names)}. Bind LanguageModel.learned_carry = True, or set '
+        'InitialWeights.partial = True to begin without.'
+      )
 
   def _with_transposed(
     self,
@@ -342,6 +362,8 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
     source_value = bindings.get(name)
     is_scoped = any(other.endswith(f'/{name}') for other in bindings)
     are_known = isinstance(source_value, _PLAIN) and isinstance(value, _PLAIN)
+    if isinstance(source_value, str) and source_value.startswith('@'):  # a part, not its value
+      continue
     if are_known and source_value != value and not is_scoped:
       differ.append(f'{name} = {source_value!r} (here {value!r})')
   if not differ:
@@ -353,42 +375,3 @@ def _is_beside_weights(name: str, names: Container[str]) -> bool:
   """Whether a tensor changes nothing as it begins: of a component, an adapter or a first carry."""
   is_first_carry = '.first_carry' in name
   return is_factor(name, names) or named_tensors.is_adapter(name) or is_first_carry
-
-
-def _filled(before: Array, tensors: Sequence[Tensor | str], stacked: bool) -> Array:
-  """The array of these tensors, one for each layer of a stack; a string is FRESH or ZERO."""
-  shards = {str(shard.index): shard.data for shard in before.addressable_shards}
-
-  def block_of_device(index: Any) -> np.ndarray:
-    block = np.array(shards[str(index)])
-    layers = slice(None)
-    inside = index
-    parts = [block]
-    if stacked:
-      layers, *rest = index
-      inside = tuple(rest)
-      parts = block
-    for part, tensor in zip(parts, tensors[layers], strict=True):
-      if tensor == ZERO:
-        part[...] = 0
-      elif isinstance(tensor, Tensor):
-        _fill(part, tensor, inside)
-    return block
-
-  # Until they are copied, the blocks of the host stay, beside those of the next array.
-  filled = jax.make_array_from_callback(before.shape, before.sharding, block_of_device)
-  return jax.block_until_ready(filled)
-
-
-def _fill(part: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
-  """Copies the part of a tensor; the rows that it lacks stay."""
-  if not index:
-    part[...] = tensor.read(())
-    return
-  wanted, *others = index
-  first = wanted.start or 0
-  left = tensor.shape[0] - first
-  rows = min(len(part), left)
-  if rows > 0:
-    rows_there = slice(first, first + rows)
-    part[:rows] = tensor.read((rows_there, *others))

@@ -171,6 +171,12 @@ def is_adapter(name: str) -> bool:
   return name.endswith((A, B))
 
 
+def other_half(name: str) -> str:
+  """The name of the other half of an adapter."""
+  matrix = name[: -len(A)]
+  return matrix + (B if name.endswith(A) else A)
+
+
 def merged(tensors: Mapping[str, Tensor], kept: Container[str] = ()) -> dict[str, Tensor]:
   """The tensors with adapters added to their matrices, in float32 or wider.
 

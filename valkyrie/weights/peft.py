@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from valkyrie.errors import ConfigurationError, with_home
+from valkyrie.errors import ConfigurationError, is_there, with_home
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.lora import A, B
 from valkyrie.weights import huggingface, listing, name_table, named_tensors, settings
@@ -42,6 +42,12 @@ def open_base(path: Any) -> Base:
 
   Raises a ConfigurationError if it is not a folder of Hugging Face.
   """
+  if isinstance(path, str) and not is_there(with_home(path)):
+    raise ConfigurationError(
+      f'train.initial_weights is {path!r:.80}, which is not there. A relative path is read from '
+      'the current folder: go to the folder in which the run began, or pass '
+      '--gin.train.initial_weights=\'"PATH"\'.'
+    )
   if isinstance(path, str) and not is_run(pathlib.Path(with_home(path))):
     source = open_source(path)
     if source.config is not None:

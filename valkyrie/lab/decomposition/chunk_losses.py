@@ -169,7 +169,7 @@ class ChunkReading:
     first = self._settings.exponent
     last = self._settings.last_exponent
     step = lax.stop_gradient(self._arrays[STEP])
-    progress = jnp.minimum(step / self._settings.train_steps, 1.0)
+    progress = jnp.minimum(step / max(self._settings.train_steps, 1), 1.0)
     exponent = first + (last - first) * progress
     powers = {}
     for path, high in self.high.items():

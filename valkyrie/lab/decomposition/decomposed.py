@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.checkpoint.manager import LATEST
+from valkyrie.config import ranges
 from valkyrie.config.load import Configuration
 from valkyrie.errors import UsageError
 from valkyrie.inference import opened
@@ -202,11 +203,9 @@ class Decomposed:
   ) -> dict[str, LayerPatterns]:
     """{name of a layer: its attention patterns}, of the last tokens of a text, see `of_text`."""
     (tokens,) = self.run.text_rows.tokens([text], None)
-    if not len(tokens) or queries < 1:
-      raise UsageError(
-        f'A text of {len(tokens)} tokens and queries={queries} have no pattern. Pass a text of a '
-        'token or more, and queries=1 or more.'
-      )
+    ranges.check('patterns.queries', queries, ranges.PositiveInt)
+    if not len(tokens):
+      raise UsageError('A text without tokens has no pattern. Pass a text of a token or more.')
     return of_text(self._passes, self._params, tokens, masks, queries)
 
   def logits(self, text: Text, masks: Masking) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Masks that a person chooses: components that are ablated, kept alone or scaled."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -93,7 +93,9 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
 def check_numbers(name: str, numbers: Collection[int], sizes: Mapping[str, int]) -> list[int]:
   """The numbers of components of a site; raises a UsageError if it lacks one."""
   size = _size(name, sizes)
-  wrong = [number for number in numbers if not 0 <= number < size]
-  if wrong:
-    raise UsageError(f'{name} has no component {wrong[0]}. Use numbers from 0 to {size - 1}.')
-  return [*numbers]
+  listed: list[int] = [*numbers] if isinstance(numbers, Iterable) else [numbers]
+  for number in listed:
+    is_integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    if not is_integer or not 0 <= number < size:
+      raise UsageError(f'{name} has no component {number!r}. Use numbers from 0 to {size - 1}.')
+  return listed

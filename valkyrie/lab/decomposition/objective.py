@@ -87,7 +87,7 @@ class Decomposition(GradientTerm):
   """
 
   seed: Seed
-  train_steps: PositiveInt
+  train_steps: NonNegativeInt
   importance: Callable[[], Importance] = PerComponent
   reconstruction: Sequence[Callable[[], Stochastic]] = (Stochastic,)
   minimality: NonNegativeFloat = 1e-3
