@@ -62,8 +62,16 @@ def test_a_task_is_one_small_file_beside_the_weights(tmp_path, capsys):
   tensors = load_file(folder / 'model.safetensors')
   tensors['final_norm.scale'] = 1.001 * tensors['final_norm.scale']
   save_file(tensors, tmp_path / 'other.safetensors')
-  # It is not left out silently, and an export says that the model has it.
+  # The last norm of a run with adapters is that of the run that it began from.
   (tmp_path / 'base.gin').write_text(tiny_run.gin_text(tmp_path / 'data'))
+  lora = (
+    f"train.initial_weights = '{base}'\nlearning_rate = 0.1\ninclude 'gin/optimizers/lora.gin'\n"
+  )
+  lora += "Lora.pattern = 'mlp'\nLora.rank = 2\nInitialWeights.any_loss = True\n"
+  adapted = tiny_run.train(tmp_path / 'adapted', tmp_path / 'data', data=lora)
+  with pytest.raises(ConfigurationError, match='no first carry that was learned with the weights'):
+    with_first_carry(adapted, folder)
+  # It is not left out silently, and an export says that the model has it.
   flags = [f'--model_dir={tmp_path / "again"}', f'--gin_file={tmp_path / "base.gin"}']
   flags.append('--gin.InitialWeights.any_loss=True')
   begin = f'--gin.train.initial_weights="{task}"'

@@ -34,7 +34,7 @@ from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.sites import U, V, sites_of
 from valkyrie.monitoring.waiting import doing
 from valkyrie.storage import owned
-from valkyrie.weights import forms, huggingface, named_tensors, peft, tensor_writer
+from valkyrie.weights import first_carry, forms, huggingface, named_tensors, peft, tensor_writer
 from valkyrie.weights.tensor_files import Tensor
 
 _CARD = """# {name}
@@ -161,7 +161,9 @@ def _count(tensors: Mapping[str, Tensor]) -> int:
 def _own(loaded: LoadedModel, form: str) -> _Content:
   """The content in one of Valkyrie's forms."""
   tensors = _components(loaded) if form == 'components' else _tensors(loaded)
+  more = {}
   if form == 'first_carry':
+    more['first_rows'] = first_carry.first_rows(tensors)
     tensors = _first_carry(tensors)
   count = _count(tensors)
   bindings = record.bindings()
@@ -177,6 +179,7 @@ def _own(loaded: LoadedModel, form: str) -> _Content:
     'eos_id': loaded.tokenizer.eos_id,
     'bos': [*loaded.tokenizer.bos],
     'model': _of_model(bindings, form),
+    **more,
   }
   return _Content(tensors, config, count)
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import sys
 import time
+from typing import Any
 
 import gin
 import jax
@@ -99,6 +100,8 @@ def evaluate(
   name = name or ('whole' if follow else '')
   stream = f'eval{name and "_"}{name}'
   mesh = partitioner()
+  if _bound('open_run.first_carry') is not None:
+    _say('warning: open_run.first_carry is not used: evaluations begin with the one of the run')
   terms = ()
   if settings:
     terms = evaluations(terms_of(settings().objective))
@@ -158,6 +161,13 @@ def evaluate(
 def _say(line: str) -> None:
   if jax.process_index() == 0:
     print(line, file=sys.stderr, flush=True)
+
+
+def _bound(name: str) -> Any:
+  """The value of a binding; None without one."""
+  with contextlib.suppress(ValueError):
+    return gin.query_parameter(name)
+  return None
 
 
 def _draw(model_dir: pathlib.Path, found: Mapping[str, Metrics], name: str) -> None:

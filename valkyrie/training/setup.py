@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import PositiveInt, Range, Seed, check_fields
 from valkyrie.errors import ConfigurationError, DataError
-from valkyrie.models import language_model
+from valkyrie.models import language_model, lora
+from valkyrie.models.declarations import FIRST_CARRY
 from valkyrie.models.language_model import LanguageModel
 from valkyrie.models.mixer_check import check_mixer
 from valkyrie.models.model import Model
@@ -207,14 +208,22 @@ class Setup:
       remarks.append(f'{count:,} more parameters of the objective: {name}')
     total = 0
     learning = 0
+    idle = 0
     for module, group in counts.items():
       for name, count in group.items():
         total += count
         if self.optimizer.learns(f'{module}/{name}'):
           learning += count
+        elif name.endswith((lora.A, lora.B)) or name.startswith(FIRST_CARRY):
+          idle += count
     if learning < total:
       remarks.append(
         f'{learning:,} of {total:,} parameters learn; groups with a learning rate of 0 are frozen'
+      )
+    if idle:
+      remarks.append(
+        f'warning: {idle:,} parameters of adapters or first carries are frozen. Of several files '
+        'that bind Optimizer.groups, the last one counts'
       )
     return remarks
 
