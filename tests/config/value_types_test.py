@@ -128,7 +128,12 @@ ZERO = {
   'clustered', 'labeled', 'held_out', 'replication_tolerance', 'devices',
 }  # fmt: skip
 # A run of no steps keeps its first weights.
-NO_STEPS = {'train.train_steps', 'Optimizer.train_steps', 'evaluate.last_step'}
+NO_STEPS = {
+  'Decomposition.train_steps',
+  'train.train_steps',
+  'Optimizer.train_steps',
+  'evaluate.last_step',
+}
 # At most 1.
 UNIT = {
   'dropout',

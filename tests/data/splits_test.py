@@ -303,7 +303,9 @@ def test_a_store_is_compared_with_the_files_of_its_split(tmp_path):
   write(text, 'test-2.jsonl')
   provenance.check(store, information, 'build again', [])
   write(text, 'validation.jsonl')
-  with pytest.raises(DataError, match=r'files of the split validation came.* build again'):
+  with pytest.raises(
+    DataError, match=r'files of the split validation, which is held out.* build again'
+  ):
     provenance.check(store, information, 'build again', [])
 
 

@@ -188,7 +188,7 @@ def test_a_string_is_one_stop_and_an_empty_one_none():
   assert grown(bytes_, (), tokens, ['(M']).text == found.text
   for wrong in ('', ('',), ('a', ''), (1,), [None]):
     if wrong or wrong == '':
-      with pytest.raises(ConfigurationError, match='has an empty string'):
+      with pytest.raises(ConfigurationError, match='or is empty'):
         Continuation(bytes_, wrong)
 
 

@@ -163,7 +163,7 @@ def test_generations_follow_the_settings_of_each(answers):
     ),
     ({'length_penalty': 2}, 'length_penalty is not a setting of'),
     ({'max_new_tokens': -1}, 'max_tokens = -1 is out of range'),
-    ({'until': ['']}, 'has an empty string'),
+    ({'until': ['']}, 'or is empty'),
   ):
     with pytest.raises(ConfigurationError, match=message):
       ask.continuations([(prompts[0], wrong)])

@@ -203,4 +203,5 @@ def test_evaluation_and_continuation_of_a_run(runs, valkyrie):
   assert text.startswith(prompt) and len(text) > len(prompt)
   assert finished(valkyrie('whole', *arguments))[0] == text
   after = {file for file in run.rglob('*') if 'events' not in file.name}
-  assert after - before == {run / 'eval_cut_state', run / 'eval_cut_state' / 'metrics.jsonl'}
+  cut = run / 'eval_cut_state'
+  assert after - before == {cut, cut / 'metrics.jsonl', cut / 'data.json'}
