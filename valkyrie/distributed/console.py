@@ -221,9 +221,7 @@ def explain(error: ValkyrieError | KeyboardInterrupt) -> int:
   return error.exit_code
 
 
-def program(
-  main: Callable[_Arguments, int | None],
-) -> Callable[_Arguments, int]:
+def program(main: Callable[_Arguments, int | None]) -> Callable[_Arguments, int]:
   """A decorator: `main` returns an exit code, and explains an error of ours or an interrupt."""
 
   @functools.wraps(main)

@@ -116,11 +116,12 @@ def evaluate(
     number = max(numbers)
     changed = changed_bindings(model_dir, step, _MEASURED)
     record_changes(model_dir, stream, changed, is_named=is_named)
+    measure.record_data(model_dir, stream, may_differ=False)
     if cuts:
       changed = changed_bindings(model_dir, step, _MEASURED, is_cut=True)
     for cut in cuts:
-      record_changes(model_dir, f'{stream}_cut_{cut}', changed, is_named=is_named)
-    for place in (stream, *(f'{stream}_cut_{cut}' for cut in cuts)):
+      place = f'{stream}_cut_{cut}'
+      record_changes(model_dir, place, changed, is_named=is_named)
       measure.record_data(model_dir, place, may_differ=False)
     for line in changed:
       _say(f'changed since the checkpoint: {line}')

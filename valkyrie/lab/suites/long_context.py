@@ -36,6 +36,10 @@ class _Cell(NamedTuple):
   depth: float | None
   cut: str | None
 
+  @property
+  def is_cut(self) -> bool:
+    return self.cut is not None
+
   def __str__(self) -> str:
     text = f'{self.suite}, {self.length:,} tokens'
     if self.depth is not None:
@@ -90,22 +94,23 @@ def long_context(
   folder = pathlib.Path(model_dir, 'long_context')
   checksum = zlib.crc32('\n'.join(sentences).encode())
   roots = ('open_run.model', 'open_run.chunk_size')
-  changed = changed_bindings(model_dir, step, roots)
-  changed_with_cuts = changed_bindings(model_dir, step, roots, is_cut=True)
-  for line in changed_with_cuts if cuts else changed:
-    print(f'changed since the checkpoint: {line}', flush=True)
-  settings = {
-    'step': steps,
-    'samples': samples,
-    'seed': seed,
-    'text': checksum,
-    'first_carry': (run.origin or {}).get('first_carry'),
-    'changed': '; '.join(changed) or None,
-  }
-  settings_with_cuts = {**settings, 'changed': '; '.join(changed_with_cuts) or None}
+  settings = {}  # {whether a part of the carry is cut: what the scores depend on}
+  for is_cut in (False, True):
+    changed = changed_bindings(model_dir, step, roots, is_cut=is_cut)
+    settings[is_cut] = {
+      'step': steps,
+      'samples': samples,
+      'seed': seed,
+      'text': checksum,
+      'first_carry': (run.origin or {}).get('first_carry'),
+      'changed': '; '.join(changed) or None,
+    }
+    if is_cut == bool(cuts):
+      for line in changed:
+        print(f'changed since the checkpoint: {line}', flush=True)
   left_out: set[tuple[str, int]] = set()
   with JsonLines(folder / 'results.jsonl') as results:
-    scores = _recorded_scores(folder / 'results.jsonl', settings, settings_with_cuts)
+    scores = _recorded_scores(folder / 'results.jsonl', settings)
     for name in names:
       for cell in _cells(name, lengths, depths, cuts):
         if cell in scores:
@@ -118,8 +123,8 @@ def long_context(
             print(f'{error} This length is left out.', flush=True)
           left_out.add(case)
           continue
-        settings_of_cell = settings if cell.cut is None else settings_with_cuts
-        results.write({**cell._asdict(), 'score': scores[cell], **settings_of_cell})
+        known = settings[cell.is_cut]
+        results.write({**cell._asdict(), 'score': scores[cell], **known})
         print(f'{cell}: {scores[cell]:.1%}', flush=True)
       _draw(folder, name, steps, scores, lengths, cuts)
   if not scores:
@@ -131,17 +136,15 @@ def long_context(
 
 def _recorded_scores(
   file: pathlib.Path,
-  settings: Mapping[str, Any],
-  settings_with_cuts: Mapping[str, Any],
+  settings: Mapping[bool, Mapping[str, Any]],
 ) -> dict[_Cell, float]:
-  """The scores that an earlier call measured with the same settings."""
+  """The scores that an earlier call measured with the same settings, by whether a carry is cut."""
   scores = {}
   for line in json_lines.read_lines(file):
     for name in ('changed', 'first_carry'):  # earlier versions did not write them
       line.setdefault(name, None)
     cell = _Cell._make(map(line.get, _Cell._fields))
-    settings_of_cell = settings if cell.cut is None else settings_with_cuts
-    is_same = settings_of_cell.items() <= line.items()
+    is_same = settings[cell.is_cut].items() <= line.items()
     if is_same and isinstance(line.get('score'), float):
       scores[cell] = line['score']
   return scores
