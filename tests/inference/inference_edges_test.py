@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from valkyrie.errors import ConfigurationError, DataError, Diverged
+from valkyrie.errors import ConfigurationError, DataError, Diverged, UsageError
 from valkyrie.inference.generation import Sampling
 from valkyrie.inference.infer import TextSamples
 from valkyrie.inference.loaded import LoadedModel
@@ -93,6 +93,8 @@ def test_a_carry_has_one_row_or_one_for_each_text(rows, texts):
   for ask in (loaded.activations, lambda text, carry: list(loaded.stream(text, carry))):
     with pytest.raises(ConfigurationError, match=f'has {rows} rows, but 1 texts'):
       ask('B', carry=carry)
+  with pytest.raises(UsageError, match='Found None, expected a text'):
+    loaded.score(None)
   for wrong in ([0, rows], [-rows - 1], [1.0], [False, True], [], 0):
     with pytest.raises(IndexError, match='The carry has no rows'):
       loaded.rows(carry, wrong)

@@ -1,6 +1,6 @@
 """Texts as rows of tokens, and the carry that each row begins with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.vocabularies import ANY_TEXT, Vocabulary, as_utf8, following
-from valkyrie.errors import ConfigurationError
+from valkyrie.errors import ConfigurationError, UsageError
 from valkyrie.inference import documents
 from valkyrie.inference.documents import AnyCarry
 from valkyrie.inference.reader import Reader, TextCarry
@@ -38,10 +38,13 @@ class TextRows:
     A document begins with its BOS, if the vocabulary has one; tokens are taken as they are.
 
     Raises:
+      UsageError: there is neither a text nor a list.
       DataError: a text is not Unicode.
       ConfigurationError: there are tokens that the model does not have.
     """
     begins = carry is None or not np.any(carry.position)
+    if not isinstance(texts, Iterable):
+      raise UsageError(f'Found {texts!r:.80}, expected a text, its tokens, or a list of these.')
     several = texts
     if isinstance(texts, str | np.ndarray):
       several = [texts]
