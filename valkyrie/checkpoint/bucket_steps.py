@@ -28,6 +28,7 @@ from valkyrie.checkpoint.manifest import FOLDER, SET_ASIDE, is_step
 from valkyrie.errors import StorageError, reason_of
 from valkyrie.storage import foreign_names
 from valkyrie.storage.bucket import Bucket, Object, bucket_errors
+from valkyrie.storage.free_names import free_name
 from valkyrie.storage.lease import Lease, lock_name
 from valkyrie.storage.run_directory import BucketDirectory
 
@@ -279,7 +280,7 @@ class BucketSteps:
 
   def set_aside(self, damaged: Mapping[int, str]) -> None:
     for step in damaged:
-      name = manifest.free(str(step), lambda name: self._bucket.objects(f'{SET_ASIDE}/{name}/'))
+      name = free_name(str(step), lambda name: self._bucket.objects(f'{SET_ASIDE}/{name}/'))
       source = _folder(step)
       target = f'{SET_ASIDE}/{name}/'
       objects = self._bucket.objects(source)

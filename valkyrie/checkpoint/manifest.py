@@ -16,7 +16,7 @@ A manifest ends with its own digest:
 bucket has MD5 digests, which the bucket computes; both are read everywhere, since people copy runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
@@ -144,16 +144,6 @@ def litter_of(name: str) -> int | None:
   if match is None:
     return None
   return int(match[1])
-
-
-def free(name: str, is_taken: Callable[[str], Any]) -> str:
-  """The first of NAME, NAME.1, NAME.2, ... that is not taken."""
-  numbered = name
-  copies = 0
-  while is_taken(numbered):
-    copies += 1
-    numbered = f'{name}.{copies}'
-  return numbered
 
 
 def name(algorithm: str) -> str:

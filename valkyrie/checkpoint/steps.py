@@ -23,6 +23,7 @@ from valkyrie.errors import (
   write_errors,
 )
 from valkyrie.storage import owned
+from valkyrie.storage.free_names import free_name
 from valkyrie.storage.lease import DiskLock, lock_holder
 from valkyrie.storage.run_directory import BucketDirectory, opened
 
@@ -174,7 +175,7 @@ class DiskSteps:
     def target(name: str) -> pathlib.Path:
       return place.with_name(f'{name}.deleted-{token}')
 
-    name = manifest.free(str(step), lambda name: os.path.lexists(target(name)))
+    name = free_name(str(step), lambda name: os.path.lexists(target(name)))
     owned.move(place, target(name))
 
   def _delete(self, place: pathlib.Path, step: int) -> list[str]:
@@ -272,7 +273,7 @@ def sync(path: pathlib.Path) -> None:
 def _moved_into(folder: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
   """Moves a step into a folder, under a name that is free there; returns its new path."""
   folder.mkdir(exist_ok=True)
-  name = manifest.free(place.name, lambda name: os.path.lexists(folder / name))
+  name = free_name(place.name, lambda name: os.path.lexists(folder / name))
   target = folder / name
   owned.rename(place, target)
   return target

@@ -18,7 +18,6 @@ No link is followed, and what this program has not made stays.
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from typing import BinaryIO
 
 from valkyrie import errors, foreign
 from valkyrie.storage import foreign_names, locks, temporary_names
+from valkyrie.storage.free_names import free_name
 
 MARK = '.made_by_valkyrie'
 _MOST_NAMED = 5
@@ -328,12 +328,7 @@ def _last_change(place: pathlib.Path) -> float:
 
 def _free(path: pathlib.Path) -> pathlib.Path:
   """The first of PATH, PATH.1, PATH.2, ... that is not taken."""
-  free = path
-  for number in itertools.count(1):
-    if not os.path.lexists(free):
-      break
-    free = path.with_name(f'{path.name}.{number}')
-  return free
+  return path.with_name(free_name(path.name, lambda name: os.path.lexists(path.with_name(name))))
 
 
 def _give_free_name(place: pathlib.Path, target: pathlib.Path) -> None:

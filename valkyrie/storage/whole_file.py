@@ -1,12 +1,12 @@
 """Files that are there whole or not at all, however the process ends."""
 
-import itertools
 import os
 import pathlib
 
 from valkyrie import foreign
 from valkyrie.errors import write_errors
 from valkyrie.storage import held_folder, owned
+from valkyrie.storage.free_names import free_name
 
 
 def write(path: pathlib.Path, content: bytes | str, otherwise: str = '') -> None:
@@ -40,5 +40,7 @@ def write_version(
 
 
 def _free_number(path: pathlib.Path) -> pathlib.Path:
-  versions = (path.with_name(f'{path.name}.{number}') for number in itertools.count(1))
-  return next(each for each in versions if not os.path.lexists(held_folder.place(each)))
+  def is_taken(name: str) -> bool:
+    return os.path.lexists(held_folder.place(path.with_name(name)))
+
+  return path.with_name(free_name(path.name, is_taken, numbered=True))
