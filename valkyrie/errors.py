@@ -175,11 +175,15 @@ def raise_outage(message: str, error: BaseException) -> None:
     return
   is_timeout = isinstance(error, TimeoutError)
   if error.errno in _OUTAGES or is_timeout or _OUTAGE.search(str(error)):
-    words = reason_of(error).split()
-    reason = ' '.join(words)
+    reason = _one_line(reason_of(error))
     raise StorageError(
       f'{message} ({reason}). Check its disk or the network, and run again.'
     ) from error
+
+
+def _one_line(text: str) -> str:
+  words = text.split()
+  return ' '.join(words)
 
 
 @contextlib.contextmanager
@@ -197,8 +201,7 @@ def converted(
     yield
   except of as error:
     raise_outage(message, error)
-    one_line = ' '.join(str(error).split())
-    reason = one_line or type(error).__name__
+    reason = _one_line(str(error)) or type(error).__name__
     raise to(f'{message} ({reason}). {advice}') from error
 
 

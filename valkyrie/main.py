@@ -26,11 +26,7 @@ from valkyrie.config.modules import CONFIGURABLE_MODULES
 from valkyrie.data import apart
 from valkyrie.distributed import backends, console, open_files, processes
 from valkyrie.distributed.device_errors import device_error
-from valkyrie.errors import (
-  ConfigurationError,
-  UsageError,
-  ValkyrieError,
-)
+from valkyrie.errors import ConfigurationError, UsageError, ValkyrieError
 from valkyrie.storage import held_folder, run_directory
 
 

@@ -1,6 +1,6 @@
 """The steps of a run that are read, and those that are kept."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import logging
 import math
 from typing import Any
@@ -57,12 +57,20 @@ def first_valid(
 
 
 def in_order_of_preference(steps: Steps, step: str) -> list[int]:
-  """The steps to read for LATEST, BEST or a number; ConfigurationError if there is none."""
+  """The steps to read for LATEST, BEST or a number.
+
+  Raises a ConfigurationError if there is none, and a StorageError if the file system does not tell
+  the loss of one for BEST.
+  """
   saved = steps.find()
   if step == LATEST:
     return saved[::-1]
   if step == BEST:
-    chosen = best_first(steps, saved)
+    losses, untold = _validation_losses(steps, saved)
+    for number, error in untold.items():
+      with storage_errors(f'The record of step {number} in {steps.place} cannot be read'):
+        raise error
+    chosen = [*losses]
     missing = 'step with a validation loss'
   else:
     chosen = [number for number in saved if str(number) == step]
@@ -75,40 +83,28 @@ def in_order_of_preference(steps: Steps, step: str) -> list[int]:
   return chosen
 
 
-def best_first(steps: Steps, saved: Iterable[int]) -> list[int]:
-  """Those steps that have a finite validation loss, the lowest first.
+def _validation_losses(
+  steps: Steps,
+  saved: Iterable[int],
+) -> tuple[dict[int, float], dict[int, OSError]]:
+  """{step: its finite validation loss}, the lowest first, and {step: why nobody can tell it}.
 
-  Raises a StorageError if the file system does not tell the loss of one.
+  A step whose record has none, is missing or is damaged is in neither.
   """
-  losses = {}
+  losses: dict[int, float] = {}
+  untold: dict[int, OSError] = {}
   for step in saved:
-    with storage_errors(f'The record of step {step} in {steps.place} cannot be read'):
-      loss = _validation_loss(steps, step)
-    if loss is not None:
+    try:
+      loss = _read_record(steps, step).get('validation_loss')
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+      continue
+    except OSError as error:
+      untold[step] = error
+      continue
+    if isinstance(loss, float) and math.isfinite(loss):
       losses[step] = loss
-  return _lowest_first(losses)
-
-
-def _validation_loss(steps: Steps, step: int) -> float | None:
-  """The finite validation loss of a step; None if its record has none, is missing or is damaged.
-
-  Raises an OSError if the file system does not tell.
-  """
-  try:
-    content = steps.files(step).read('record.json')
-    loss = foreign.json_object(content).get('validation_loss')
-  except (FileNotFoundError, NotADirectoryError, ValueError):
-    return None
-  if isinstance(loss, float) and math.isfinite(loss):
-    return loss
-  return None
-
-
-def _lowest_first(losses: Mapping[int, float]) -> list[int]:
-  def loss_and_step(step: int) -> tuple[float, int]:
-    return losses[step], step
-
-  return sorted(losses, key=loss_and_step)
+  lowest_first = sorted(losses, key=lambda step: (losses[step], step))
+  return {step: losses[step] for step in lowest_first}, untold
 
 
 def superseded(
@@ -125,17 +121,9 @@ def superseded(
   """
   kept: set[int] = set()
   if keep_best:
-    losses = {}
-    for step in saved:
-      try:
-        loss = _validation_loss(steps, step)
-      except OSError:
-        kept.add(step)
-        continue
-      if loss is not None:
-        losses[step] = loss
-    best = _lowest_first(losses)
-    kept.update(best[:keep_best])
+    losses, untold = _validation_losses(steps, saved)
+    kept.update([*losses][:keep_best])
+    kept.update(untold)
   if keep_period:
     of_period = [step for step in saved if step % keep_period == 0]
     kept.update(of_period)
@@ -148,5 +136,9 @@ def record(steps: Steps, step: int) -> dict[str, Any]:
   """The record of a step; raises StorageError if it cannot be read."""
   message = f'The record of step {step} in {steps.place} cannot be read'
   with storage_errors(message, also=(ValueError,)):
-    content = steps.files(step).read('record.json')
-    return foreign.json_object(content)
+    return _read_record(steps, step)
+
+
+def _read_record(steps: Steps, step: int) -> dict[str, Any]:
+  content = steps.files(step).read('record.json')
+  return foreign.json_object(content)

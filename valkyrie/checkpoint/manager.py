@@ -21,10 +21,9 @@ from typing import Any
 import gin
 import jax
 
-from valkyrie.checkpoint import chosen_steps, failed_saves, manifest, state_files, steps
+from valkyrie.checkpoint import chosen_steps, failed_saves, manifest, state_files
 from valkyrie.checkpoint.chosen_steps import BEST, LATEST
-from valkyrie.checkpoint.failed_saves import FailedSaves
-from valkyrie.checkpoint.steps import Lock
+from valkyrie.checkpoint.steps import Lock, steps_of
 from valkyrie.config.computation import may_change_on_resume
 from valkyrie.config.ranges import NonNegativeInt, PositiveInt, Seconds, check_fields
 from valkyrie.distributed import heartbeat, processes
@@ -100,10 +99,10 @@ class CheckpointDirectory(contextlib.AbstractContextManager['CheckpointDirectory
     self._say = say
     self._options = options
     self._read_only = step is not None
-    self._steps = steps.steps_of(model_dir)
+    self._steps = steps_of(model_dir)
     self.directory = self._steps.place
     self._has_room = self._read_only or self._steps.check_writable()
-    self._failed = FailedSaves(options.patience, str(self.directory), say)
+    self._failed = failed_saves.FailedSaves(options.patience, str(self.directory), say)
     self._running_save: Future[None] | None = None
     self._lock: Lock | None = None  # the run's lock, in the process that writes more than arrays
     self._known: set[int] = set()  # the steps that were here at first, or saved since

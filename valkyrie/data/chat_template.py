@@ -172,7 +172,8 @@ class ChatTemplate:
         'such as [{"role": "user", "content": "Hello"}].'
       )
     text = self.render(talk, place, asks=True, tools=tools)
-    self._check_contents(talk, tools, place, self.render(talk, place, asks=False, tools=tools))
+    whole = self.render(talk, place, asks=False, tools=tools)
+    self._check_contents(talk, tools, place, whole)
     if tools:
       without_tools = self.render(talk, place, asks=True)
       if text == without_tools:

@@ -41,7 +41,7 @@ def origin_of(
     tensors = named_tensors.of_params(first_carry)
     arrays = {}
     for name, tensor in tensors.items():
-      if '.first_carry' in name:
+      if named_tensors.is_first_carry(name):
         arrays[name] = tensor.whole()
     origin['first_carry'] = digest_of(arrays)
   changed = changed_bindings(model_dir, str(steps[0]), ('open_run.model',))

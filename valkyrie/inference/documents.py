@@ -1,6 +1,6 @@
 """Documents that were read, with carries from which a changed document is continued; their files.
 
-A file of a carry or a document is only valid with the weights and the tokenizer that made it.
+A file of a carry or a document is only valid with what made it, see `carry_origin`.
 """
 
 from collections.abc import Mapping

@@ -167,7 +167,7 @@ def _own(loaded: LoadedModel, form: str) -> _Content:
     tensors = _first_carry(tensors)
   count = _count(tensors)
   bindings = record.bindings()
-  if any('.first_carry' in name for name in tensors):  # perhaps of `open_run.first_carry`
+  if any(map(named_tensors.is_first_carry, tensors)):  # perhaps of `open_run.first_carry`
     bindings['LanguageModel.learned_carry'] = True
   config = {
     'format': named_tensors.FORMAT,
@@ -239,7 +239,7 @@ def _first_carry(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
   """The tensors of a learned carry, and the norm that tells its weights from others."""
   chosen = {}
   for name, tensor in tensors.items():
-    if name == 'final_norm.scale' or '.first_carry' in name:
+    if name == 'final_norm.scale' or named_tensors.is_first_carry(name):
       chosen[name] = tensor
   if len(chosen) < 2:
     raise ConfigurationError(

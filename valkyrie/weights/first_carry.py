@@ -30,7 +30,7 @@ def with_first_carry(
   Raises a ConfigurationError if the source has none, or one that was learned with other weights.
   """
   tensors = open_source(source).tensors
-  has_first_carry = any('.first_carry' in name for name in tensors)
+  has_first_carry = any(map(named_tensors.is_first_carry, tensors))
   if not has_first_carry or not _are_of_same_weights(source, tensors, params):
     raise ConfigurationError(
       f'{source} has no first carry that was learned with the weights of this run. Learn one by '
@@ -53,7 +53,7 @@ def first_rows(tensors: Mapping[str, Tensor]) -> dict[str, float]:
   """{tensor of weights: the sum of the magnitudes in its first row}, which tells weights apart."""
   sums = {}
   for name, tensor in tensors.items():
-    if '.first_carry' not in name:
+    if not named_tensors.is_first_carry(name):
       row = tensor.read(_first_row(tensor))
       sums[name] = float(np.sum(np.abs(forms.wide(row)), dtype=np.float64))
   return sums
@@ -78,7 +78,7 @@ def _are_of_same_weights(source: str, tensors: Mapping[str, Tensor], params: Par
   if 'final_norm.scale' not in shared:
     return False
   for name in shared:
-    if '.first_carry' not in name and not _begin_equally(own[name], theirs[name]):
+    if not named_tensors.is_first_carry(name) and not _begin_equally(own[name], theirs[name]):
       return False
   return True
 

@@ -162,7 +162,7 @@ def _export_of(model: LanguageModel) -> Export:
 
 
 @console.program
-def main(arguments: Sequence[str] | None = None) -> int | None:
+def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the gin file of a folder; returns the exit code."""
   if arguments is None:
     arguments = sys.argv[1:]
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     return 2
   folder = pathlib.Path(with_home(arguments[0]))
   console.print_result(gin_text(configuration(folder)))
-  return None
+  return 0
 
 
 if __name__ == '__main__':

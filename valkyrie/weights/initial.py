@@ -213,7 +213,7 @@ class InitialWeights:
 
   def _check_first_carry(self, unused: Sequence[str]) -> None:
     """Raises a ConfigurationError if the model lacks a first carry that the source has learned."""
-    names = [name for name in unused if '.first_carry' in name]
+    names = [name for name in unused if named_tensors.is_first_carry(name)]
     if names and not self.partial:
       raise ConfigurationError(
         f'{self.source} begins with a first carry that it has learned, which the model lacks: '
@@ -373,5 +373,5 @@ def _other_settings(source: Source, make: Callable[..., LanguageModel]) -> list[
 
 def _is_beside_weights(name: str, names: Container[str]) -> bool:
   """Whether a tensor changes nothing as it begins: of a component, an adapter or a first carry."""
-  is_first_carry = '.first_carry' in name
-  return is_factor(name, names) or named_tensors.is_adapter(name) or is_first_carry
+  is_beside = named_tensors.is_adapter(name) or named_tensors.is_first_carry(name)
+  return is_beside or is_factor(name, names)

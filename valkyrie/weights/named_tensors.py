@@ -171,6 +171,11 @@ def is_adapter(name: str) -> bool:
   return name.endswith((A, B))
 
 
+def is_first_carry(name: str) -> bool:
+  """Whether a tensor is a state that a model with `learned_carry` begins documents with."""
+  return '.first_carry' in name
+
+
 def other_half(name: str) -> str:
   """The name of the other half of an adapter."""
   matrix = name[: -len(A)]
